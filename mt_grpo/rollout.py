@@ -163,9 +163,7 @@ class Turn:
     def has_observation(self) -> bool:
         """Whether the turn has an observation: a call was answered, or the other side replied to it or continued it.
 
-        It is a fact about the conversation and not about what the model read: the last turn of a game, whose move was
-        made, has one though nobody reads its result. `mt_grpo` asks which rollouts have such a turn, and a turn
-        reward that is one number per rollout is credited up to the first one (`RewardTable`).
+        The last turn of a game, whose move was made, has one though nobody reads its result.
         """
         return self.went_on or bool(self.results or self.messages or self.continuation)
 
@@ -228,11 +226,14 @@ class TurnTokens:
         return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
 
 
-def with_turns(messages: list[Message], turns: list[Turn], begun: bool = True) -> list[Message]:
+def with_turns(
+    messages: list[Message], turns: list[Turn], begun: bool = True, as_called: bool = False
+) -> list[Message]:
     """Append the messages of turns. A turn that continues the one before it is joined to the message of that one.
 
-    `begun`: whether an assistant's message at the end of `messages` is the beginning of the first turn. At the end of
-    a prompt it is a message of its own: the generation prompt follows it.
+    `begun`: whether an assistant's message at the end of `messages` is the beginning of the first turn, which it is
+    not at the end of a prompt. `as_called`: whether messages are in TRL's form, with `tool_calls` and results of role
+    `tool`.
 
     >>> prompt = [{"role": "assistant", "content": "So"}]
     >>> [[m["content"] for m in with_turns(prompt, [Turn([1], None, " 4", "stop")], begun)] for begun in (True, False)]
@@ -240,10 +241,13 @@ def with_turns(messages: list[Message], turns: list[Turn], begun: bool = True) -
     """
     messages, goes_on = list(messages), begun
     for turn in turns:
-        content = turn.text + (turn.continuation or "")
+        content, calls = turn.text + (turn.continuation or ""), turn.tool_calls if as_called else []
         if messages and messages[-1]["role"] == "assistant" and goes_on:
-            content = messages.pop()["content"] + content
-        messages += [{"role": "assistant", "content": content}, *turn.messages]
+            before = messages.pop()
+            content = before["content"] + content
+            calls = [*before.get("tool_calls", []), *calls] if as_called else []
+        messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+        messages += turn.messages_with_results if as_called else turn.messages
         goes_on = turn.continuation is not None
     return messages
 
@@ -268,15 +272,10 @@ class Rollout(TurnTokens):
     ...                                   Turn([30], [-.3], "", "stop")])
     >>> r.completion_ids, r.loss_mask, r.turn_ids, r.logprobs
     ([10, 11, 20, 30], [1, 1, 0, 1], [0, 0, -1, 1], [-0.1, -0.2, 0.0, -0.3])
-    >>> r.turns[0].mask = [0, 1]  # the first of its tokens is not trained
-    >>> r.loss_mask, r.turn_ids
-    ([0, 1, 0, 1], [-1, 0, -1, 1])
-    >>> r.turns[0].mask, r.turns[1].context = None, Context([], [1, 2, 7])  # an edit before turn 1
-    >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
-    [([1, 2, 3], [10, 11, 20], [0, 0, -1]), ([1, 2, 7], [30], [1])]
+    >>> r.turns[0].mask, r.turns[1].context = [0, 1], Context([], [1, 2, 7])  # an edit before turn 1
     >>> r.turns.append(Turn([40], [-.4], "", "stop", after=0))  # two conversations by turns
-    >>> [record.turn_ids for record in r.records]
-    [[0, 0, -1, 2], [1]]
+    >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
+    [([1, 2, 3], [10, 11, 20, 40], [-1, 0, -1, 2]), ([1, 2, 7], [30], [1])]
     """
 
     prompt_messages: list[Message]
@@ -301,8 +300,7 @@ class Rollout(TurnTokens):
         # A rollout with another one's index would wait for ever where a process generates for all of them at once.
         if name == "index" and "index" in self.__dict__:
             raise AttributeError(
-                f"rollout.index is set by the trainer and cannot be changed from {self.index} to {value!r:.100}. Keep "
-                "numbers of your own elsewhere, such as in the reply's `info`."
+                f"rollout.index is set by the trainer and cannot be changed from {self.index} to {value!r:.100}."
             )
         super().__setattr__(name, value)
 
@@ -312,10 +310,7 @@ class Rollout(TurnTokens):
 
     @property
     def failed(self) -> bool:
-        """Whether the environment or agent failed, and not the policy. Such a rollout is not trained on.
-
-        A prompt that fills the context, so that there is no turn, counts as such a failure.
-        """
+        """Whether the environment or agent failed, or the prompt fills the context. Then it is not trained on."""
         return self.stop_reason in FAILURES or (self.stop_reason == StopReason.CONTEXT_LENGTH and not self.turns)
 
     @property
@@ -327,12 +322,11 @@ class Rollout(TurnTokens):
         chains: list[list[int]] = [[]]
         chain_of: list[list[int]] = []  # of each turn
         for k, turn in enumerate(self.turns):
+            chain = chain_of[k - 1 if turn.after is None else turn.after] if k else chains[0]
             if turn.context is not None and k > 0:
-                chains.append([])
-                chain_of.append(chains[-1])
-            else:
-                chain_of.append(chain_of[k - 1 if turn.after is None else turn.after] if k else chains[0])
-            chain_of[k].append(k)
+                chains.append(chain := [])
+            chain.append(k)
+            chain_of.append(chain)
         prompts = [self.prompt_ids, *(self.turns[chain[0]].context.ids for chain in chains[1:])]
         return [Record(ids, [self.turns[k] for k in chain], chain) for ids, chain in zip(prompts, chains)]
 
@@ -343,35 +337,12 @@ class Rollout(TurnTokens):
 
     @property
     def completion(self) -> list[Message]:
-        """The completion as reward functions get it: messages in TRL's form, whatever the tool format.
-
-        A turn has its valid calls as `tool_calls`, next to its text as the model wrote it. Results are
-        messages of role `tool`, with the tool's name.
-
-        >>> turn = Turn([1], None, "<tool>...</tool>", "stop", [ToolCall("add", {"a": 2})], [ToolResult("5")])
-        >>> turn.messages = [{"role": "user", "content": "<result>5</result>"}]
-        >>> for message in Rollout([], [], turns=[turn]).completion:
-        ...     print(message)
-        {'role': 'assistant', 'content': '<tool>...</tool>', 'tool_calls': [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 2}}}]}
-        {'role': 'tool', 'name': 'add', 'content': '5'}
-        """  # noqa: E501
-        messages: list[Message] = []
-        goes_on = False
-        for turn in self.turns:
-            content, calls = turn.text + (turn.continuation or ""), turn.tool_calls
-            if goes_on:
-                before = messages.pop()
-                content, calls = before["content"] + content, [*before.get("tool_calls", []), *calls]
-            messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
-            messages += turn.messages_with_results
-            goes_on = turn.continuation is not None
-        return messages
+        """The completion as reward functions get it, in TRL's form: with `tool_calls`, and results of role `tool`."""
+        return with_turns([], self.turns, as_called=True)
 
     @property
     def prefill(self) -> str:
         """The text that the next turn continues (`Reply.continuation`), empty if the turn begins a new message.
-
-        It leaves out calls that were read: they belong to their turn.
 
         >>> turns = [Turn([1], None, "So <answer>", "stop", continuation="It"), Turn([2], None, " is", "length")]
         >>> turns[1].continuation = " not "
@@ -393,10 +364,10 @@ class Rollout(TurnTokens):
         """The messages that the model reads next: all of them, or those since the history was edited."""
         if self.edited is not None:
             return list(self.edited.messages)
-        edits = [k for k, turn in enumerate(self.turns) if turn.context is not None]
-        first = edits[-1] if edits else 0
-        start = self.turns[first].context.messages if edits else self.prompt_messages
-        return with_turns(start, self.turns[first:], begun=bool(edits))
+        first = max((k for k, turn in enumerate(self.turns) if turn.context is not None), default=None)
+        if first is None:
+            return with_turns(self.prompt_messages, self.turns, begun=False)
+        return with_turns(self.turns[first].context.messages, self.turns[first:])
 
     @property
     def history_ids(self) -> list[int]:
@@ -420,8 +391,7 @@ class Rollout(TurnTokens):
 class Environment(Protocol):
     """The other side of one conversation. Every method may be async; all but `reset` are optional.
 
-    Its tools are its public methods with type hints and docstrings, as in TRL's `environment_factory`, or the list
-    `tools`.
+    Its tools are its public methods with type hints and docstrings, or the list `tools`.
     """
 
     def reset(self, **row: Any) -> str | list | None:
@@ -434,10 +404,7 @@ class Environment(Protocol):
         """Return the outcome reward. Called once, after the conversation."""
 
     def conversation_over(self) -> None:
-        """Called when the conversation is over, for whatever reason. Others of the batch may still go on.
-
-        `most_conversations` of the class is how many of its conversations may be open at a time, in a process.
-        """
+        """Called when the conversation is over. `most_conversations` of the class bounds how many are open at once."""
 
     def close(self) -> None:
         """Called after the rewards, whatever happened."""
@@ -452,31 +419,17 @@ class Backend(Protocol):
         """Sample one continuation of at most `max_tokens` tokens. `index` is the position of the rollout."""
 
 
-class IdHash:
-    """A hash of token ids, to which further ids can be added.
+def id_hash(ids: list[int], state: Any = None) -> Any:
+    """A hash of hashlib with 16 bytes, to which token ids are added, 8 bytes each. None: a new one.
 
-    >>> IdHash([1, 2]).add([3]).digest() == IdHash([1, 2, 3]).digest() != IdHash([3, 2, 1]).digest()
+    >>> id_hash([3], id_hash([1, 2])).digest() == hash_of_ids([1, 2, 3]) != hash_of_ids([3, 2, 1])
     True
     """
-
-    def __init__(self, ids: list[int] = (), state: Any = None):
-        self.state = hashlib.blake2b(digest_size=16) if state is None else state
-        self.add(ids)
-
-    def add(self, ids: list[int]) -> IdHash:
-        """Add token ids to the hash, 8 bytes each."""
-        self.state.update(array.array("q", ids))
-        return self
-
-    def copy(self) -> IdHash:
-        """A hash of the same ids. Ids that are added to it do not change this one."""
-        return IdHash((), self.state.copy())
-
-    def digest(self) -> bytes:
-        """The hash of all ids so far, 16 bytes."""
-        return self.state.digest()
+    state = hashlib.blake2b(digest_size=16) if state is None else state
+    state.update(array.array("q", ids))
+    return state
 
 
 def hash_of_ids(ids: list[int]) -> bytes:
-    """The hash of a list of ids."""
-    return IdHash(ids).digest()
+    """The hash of a list of ids, 16 bytes."""
+    return id_hash(ids).digest()

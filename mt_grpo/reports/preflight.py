@@ -160,7 +160,7 @@ def troubles(facts: dict[str, Any]) -> list[Reading]:
     """The readings that mean trouble, causes first: their texts have the facts, and `pointless` is True or False."""
     f = known({"since": "", "frequent/failure": "", **facts})
     f["rollouts/failed"] = sum(f[f"stop/{reason}"] for reason in FAILURES)
-    f["tokens/differ"] = sum(facts.get(f"tokens/{check}_differ") or 0.0 for check in ("ids", "mask", "text"))
+    f["tokens/differ"] = sum(facts.get(f"tokens/{check}_differ") or 0.0 for check in ("ids", "text"))
     found = [reading for reading in READINGS if reading.when(f)]
     return [each._replace(text=each.text.format_map(f), pointless=bool(each.pointless(f))) for each in found]
 

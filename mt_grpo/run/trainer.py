@@ -246,9 +246,10 @@ class ResumableTrainer(GRPOTrainer):
         try:
             try:
                 self._interruptible = not getattr(self.llm, "collective", False)
-                if self._interruptible and self._stop_signal is not None:
+                if self._stop_signal is None or not self._interruptible:
+                    counts = function() or ()
+                if self._interruptible and self._stop_signal is not None:  # `function` may have caught the error
                     raise RunStopped(self._stop_signal)
-                counts = function() or ()
             finally:
                 self._interruptible = False
         except RunStopped as raised:

@@ -2,8 +2,7 @@
 
 batch           the rollouts that one step samples, scores, trains and logs, and their records
 policy_scores   logprobs under the policy, for reward functions
-reward_numbers  the values of reward functions as tensors
-rewards         the reward functions of a run
+rewards         the reward functions of a run, and their values as tensors
 further_credit  estimators of credit other than MT-GRPO, checks of advantages, groups without signal
 shared_prompts  one row per prompt, and the attention that reads it
 passes          which rows go together in a forward pass, and what a pass counts

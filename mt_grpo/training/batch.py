@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,7 @@ Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
 
 @dataclass
 class Batch:
-    """The rollouts of a step, with their rewards and records. The step fills the fields in this order.
-
-    This rank has B rollouts and M records; all ranks have N rollouts, G of each prompt.
-    """
+    """The rollouts of a step. This rank has B rollouts and M records; all ranks have N rollouts, G of each prompt."""
 
     rows: list[dict[str, Any]]  # B rows of the data. Over all ranks each one is repeated G times in a row
     group_size: int  # G
@@ -80,25 +77,22 @@ class Batch:
         return accelerator.gather(own.to(accelerator.device).contiguous()).cpu()
 
     def choose_records(self, args: Any, step: int) -> None:
-        """Set `records`, `owners`, `failed` and `truncated`. Collective. Raises `RunError` as `compare_ranks` says.
+        """Set `records`, `owners`, `failed` and `truncated`. Collective.
 
-        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows, the last ones of which may be empty
-        records: B if no rank has a further record.
+        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows, the last of which may be empty
+        records.
         """
-        agreed = compare_ranks(self.rollouts, args, step, self.mode == "train")
-        self.failed, self.truncated = agreed.failed, agreed.truncated
+        most, self.failed, self.truncated = compare_ranks(self.rollouts, args, step, self.mode == "train")
         records = [trained_records(rollout) for rollout in self.rollouts]
-        further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
-        further += [(Record([], []), 0)] * (agreed.num_further - len(further))
-        rows = [(own[0], i) for i, own in enumerate(records)] + further
+        rows = [(own[0], i) for i, own in enumerate(records)]
+        rows += [(record, i) for i, own in enumerate(records) for record in own[1:]]
+        rows += [(Record([], []), 0)] * (len(self.rollouts) + most - len(rows))
         self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
 
     def loss_lists(self, pad_id: int) -> tuple[list, list, list, list | None]:
-        """The inputs of the loss: (prompt ids, completion ids, loss masks, logprobs), each a list of M rows.
+        """The inputs of the loss, lists of M rows: (prompt ids, completion ids, loss masks, logprobs).
 
-        An empty record has the single token `pad_id`, without a loss.
-
-        >>> Batch([], 1, records=[Record([], [])]).loss_lists(9)
+        >>> Batch([], 1, records=[Record([], [])]).loss_lists(9)  # an empty record has one token, without a loss
         ([[9]], [[9]], [[0]], [[0.0]])
         """
         logprobs = [record.logprobs for record in self.records]
@@ -111,7 +105,7 @@ class Batch:
 
     @property
     def reward(self) -> torch.Tensor:
-        """R^O + R^T of each rollout, (N,), NaN for one without a score: it has no outcome, or its environment failed.
+        """R^O + R^T of each rollout, (N,); NaN without a score: it has no outcome, or its environment failed.
 
         INVARIANT: a rollout without a score has no token in any sum or divisor of the loss, and is in no mean.
         """
@@ -134,8 +128,8 @@ class Batch:
     def pass_inputs(self, per_record: bool, accelerator: Any) -> dict[str, torch.Tensor]:
         """What passes read beside TRL's batch: the `rollouts` of its rows (M,), and `num_rows_in_batch`. Collective.
 
-        Losses that are a mean over rows divide by the latter, a scalar: the number of rollouts of all ranks that have
-        a score, or of their records.
+        The latter divides losses that are a mean over rows: the number of scored rollouts of all ranks, or of their
+        records.
         """
         scored, count = self.own(~self.rewards.outcome.isnan()).tolist(), len(self.rows)
         further = self.records[count:] if per_record else []
@@ -184,11 +178,9 @@ def trained_records(rollout: Rollout) -> list[Record]:
 def tokens_read_again(rollout: Rollout) -> tuple[int, int]:
     """(tokens of further records that repeat the beginning of an earlier one, tokens of all records of a rollout).
 
-    A server computes these once if its prefix cache has them; a training pass computes them once more.
-
     >>> from mt_grpo.rollout import Context, Turn
     >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], None, "", "stop"), Turn([30], None, "", "stop")])
-    >>> r.turns[1].context = Context([], [1, 2, 3, 10, 7])  # an edit behind the fourth token
+    >>> r.turns[1].context = Context([], [1, 2, 3, 10, 7])  # an edit after the fourth token
     >>> tokens_read_again(r)
     (4, 11)
     """
@@ -211,8 +203,7 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 def is_cut_off(rollout: Rollout) -> bool:
     """Whether a limit of tokens, or `agent_timeout`, truncated a rollout or its last turn.
 
-    An environment may set another stop reason. An agent sets limits of its own, such as one token for a yes or no, and
-    decides what a truncated turn means.
+    An agent sets limits of its own, such as one token for a yes or no, and decides what a truncated turn means.
     """
     if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH, StopReason.AGENT_TIMEOUT):
         return True
@@ -220,52 +211,46 @@ def is_cut_off(rollout: Rollout) -> bool:
     return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
 
 
-class Agreed(NamedTuple):
-    """What all ranks agree on before a step."""
+def compare_ranks(
+    rollouts: list[Rollout], args: Any, step: int, training: bool = True
+) -> tuple[int, list[bool], list[bool]]:
+    """Exchange (further records of the rank with most, which of N rollouts failed, which were truncated). Collective.
 
-    num_further: int  # further records on the rank with the most
-    failed: list[bool]  # for each of N rollouts, whether its environment failed
-    truncated: list[bool]  # and whether it was truncated
-
-
-def compare_ranks(rollouts: list[Rollout], args: Any, step: int, training: bool = True) -> Agreed:
-    """Exchange among ranks what they must agree on. Collective.
-
-    Raises `RunError` on all ranks if every environment failed in training, or a setting does not support further
-    records: one that compares the tokens of a whole batch, which passes over its records split.
+    Raises `RunError` on all ranks if every environment failed in training, or a setting compares the tokens of a whole
+    batch, which passes over further records split.
     """
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
     too_long = all(isinstance(error, PromptTooLong) for error in errors)
-    own = (
-        sum(len(trained_records(r)) - 1 for r in rollouts),
-        [r.failed for r in rollouts],
-        list(map(is_cut_off, rollouts)),
-    )
-    reports = gather_object([(*own, text, too_long)])
-    num_further = max(report[0] for report in reports)
-    failed, truncated = ([flag for report in reports for flag in report[k]] for k in (1, 2))
+    further = sum(len(trained_records(rollout)) - 1 for rollout in rollouts)
+    own = further, [rollout.failed for rollout in rollouts], list(map(is_cut_off, rollouts)), text, too_long
+    numbers, *flags, texts, are_too_long = zip(*gather_object([own]))
+    failed, truncated = ([flag for own in each for flag in own] for each in flags)
     if training and all(failed):  # a batch of test rows may be a single one
-        text = reports[0][3]
-        if all(report[4] for report in reports):
-            raise RunError(f"The prompts of all {len(failed)} rollouts of step {step} fill the context. {text}")
+        if all(are_too_long):
+            raise RunError(f"The prompts of all {len(failed)} rollouts of step {step} fill the context. {texts[0]}")
         raise RunError(
             f"The environment failed in all {len(failed)} rollouts of step {step}. The first error: "
-            f"{text.rstrip('.')}. Expected at least one rollout without an error. "
+            f"{texts[0].rstrip('.')}. Expected at least one rollout without an error. "
             "Fix the environment, and start the run again."
         )
-    for key in compares_tokens(args) if num_further else ():
+    for key in compares_tokens(args) if max(numbers) else ():
         raise RunError(
             f"{key}={getattr(args, key)} compares the tokens of a whole batch. The environment edited a history, so "
             f"the batch is trained in several passes. Remove {key}, or use an environment that edits no history."
         )
-    return Agreed(num_further, failed, truncated)
+    return max(numbers), failed, truncated
 
 
 def compares_tokens(args: Any) -> list[str]:
     """The settings by which TRL compares a micro-batch's tokens, which makes it one pass, whatever its size."""
     neutral = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
     return [key for key, value in neutral.items() if getattr(args, key) != value]
+
+
+def most_of_ranks(number: int, accelerator: Any) -> int:
+    """The largest of the ranks' numbers. Collective."""
+    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
 
 
 # -- rows of unequal length as tensors, and statistics without NaN --

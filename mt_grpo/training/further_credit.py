@@ -23,12 +23,9 @@ CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, co
 def credit_estimator(name: str, function: Callable, *, reads: tuple[str, ...] = (), per_turn: bool = True) -> None:
     """Register an estimator. The choices of `credit_assignment` and the checks of its settings derive from this call.
 
-    Args:
-        name: The recipe's value of `credit_assignment`.
-        function: The estimator.
-        reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
-            `state`. A setting that it does not read is refused; state keys are filled for those that read them.
-        per_turn: Whether the turns of a rollout can get different advantages.
+    `reads` names what it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
+    `state`: a setting that it does not read is refused, and state keys are filled for those that read them. `per_turn`
+    says whether the turns of a rollout can get different advantages.
     """
     function.reads, function.per_turn = frozenset(reads), per_turn
     CREDIT_ASSIGNMENTS[name] = function
@@ -46,9 +43,7 @@ def outcome_advantages(rewards: Any, coef: float, discount: float) -> torch.Tens
 
 
 def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
-    """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward.
-
-    In the example 1.8 stands against 0.4.
+    """GRPO-MR: every turn gets `norm(R^O + R^T)`, here 1.8 against 0.4. It pays for each further turn with a reward.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> merged_advantages(doctest_batch(), 1.0, 1.0)
@@ -79,17 +74,11 @@ def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.
 def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """GiGPO's grouping by state (arXiv 2505.10978): the return to go compared with turns that began in the same one.
 
-    With `outcome_in_return: true` a turn's return holds the outcome, as in the paper: states that come back then give
-    credit from an outcome alone. The paper's weight omega of that term is `turn_advantage_coef`, its gamma is
-    `turn_discount`. What differs: its episode term is of all rewards of a rollout, and here of the outcome. Without
-    `outcome_in_return` and without turn rewards it is `outcome`.
-
-    Without state keys from the environment a state is the whole conversation so far: turn 0 is compared with turn 0 of
-    the group, and a later turn only with those that have the very same tokens before them, in practice with none.
-
-    It is biased where a state comes back within a rollout: a later visit is in the baseline of an earlier one. With
-    the turn's own value in its baseline it also leans to states that are visited often; `state_baseline:
-    leave_one_out` leaves that value out. In the example A calls again in state 1 (0.6), and B answers there (0).
+    The paper's weight omega is `turn_advantage_coef`, its gamma is `turn_discount`, and its returns hold the outcome
+    (`outcome_in_return: true`). Its episode term is of all rewards of a rollout, and here of the outcome. Without
+    state keys a state is the whole conversation so far. It is biased where a state comes back within a rollout, since
+    a later visit is in the baseline of an earlier one (docs/credit.md). In the example A calls again in state 1 (0.6),
+    and B answers there (0).
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> gigpo_advantages(doctest_batch(), 1.0, 1.0)
@@ -103,9 +92,6 @@ def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor
 
 def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
     """`rewards.norm` of x (N, K) over the turns of a group that began in the same state. Memory: about N G K^2.
-
-    With `state_baseline: leave_one_out` a value is compared with the mean of the others: x - mean_others =
-    n / (n - 1) (x - mean).
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> table = dataclasses.replace(doctest_batch(), state=torch.tensor([[7, 8, 9], [7, 7, 9]]))
@@ -129,9 +115,8 @@ def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
 def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
 
-    It gives a signal where a group's outcomes are all equal. It is biased: a turn's baseline contains the turns after
-    it (docs/credit.md). `scale_rewards` does not apply to the shift, and a turn reward per rollout shifts nothing. In
-    the example A has 0.2 and 0.6, mean 0.4; B has one reward.
+    It is biased: a turn's baseline contains the turns after it (docs/credit.md). Neither `scale_rewards` nor a turn
+    reward per rollout applies to the shift. In the example A has 0.2 and 0.6, mean 0.4; B has one reward.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> zero_sum_advantages(doctest_batch(), 1.0, 1.0)
@@ -146,13 +131,11 @@ def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Ten
 def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """prime-rl's `turn_credit` (its pull request 3282, as described in August 2026; later versions may differ).
 
-    A turn's reward is here the score of the state behind it, such as the share of tests that pass. A scored turn k
-    makes the progress d_k = s_k - (the last score before it); the first score of a rollout makes none. The turns up to
-    k share it with weights discount^(k - j) that sum to 1. From these credits their mean over the rollout's tokens is
-    subtracted, so that the shift moves no rollout against another. Like `zero_sum` it is biased, `scale_rewards` does
-    not apply to the shift, and a turn reward per rollout shifts nothing. In the example, whose turns have one token
-    each, A's second call makes the progress 0.4, of which each of its calls gets half; the mean of A's three turns is
-    0.1333.
+    A turn's reward is the score of the state after it. A scored turn k makes the progress d_k = s_k - (the last score
+    before it); the first score makes none. The turns up to k share it with weights discount^(k - j) that sum to 1. The
+    mean of these credits over the rollout's tokens is subtracted. Like `zero_sum` it is biased, and neither
+    `scale_rewards` nor a turn reward per rollout applies to the shift. In the example A's second call makes the
+    progress 0.4, of which each of its calls gets half; the mean of A's three turns is 0.1333.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> progress_credit_advantages(doctest_batch(), 1.0, 1.0)
@@ -209,10 +192,9 @@ def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: fl
 def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
 
-    A number moves one if the advantages have a gradient with respect to it. The gradient is taken at random numbers in
-    the places of the given ones, so that two that happen to be equal still count. Only gradients are seen: a number of
-    which an estimator uses the sign or the rank seems to move nothing. One without any gradient uses all numbers.
-    `advantages_of` gives a table's advantages, (N, K), without scaling.
+    A number moves one if the advantages have a gradient with respect to it, taken at random numbers in the places of
+    the given ones, so that two that happen to be equal still count. An estimator that uses the sign or the rank of a
+    number has none; one without any gradient uses all numbers. `advantages_of` gives a table's advantages, (N, K).
     """
     generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
     drawn = {name: getattr(rewards, name).cpu() for name in ("outcome", "rollout_turn", "turn")}
@@ -241,10 +223,8 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
     """Replace groups of a batch without signal, and score the new ones, until all have signal. Collective.
 
     At most `refill_groups` batches' worth of groups are sampled in addition; a group that has no signal then is
-    trained as it is. Dropped conversations are in the log of rollouts, with the mode `dropped`, in the metrics of
-    conversations and in the count of tokens. What a reward function logs with `log_metric` is a mean over its calls,
-    of which each round is one. `without_signal` returns which groups of the scored batch are to be replaced, (N/G,)
-    bool, the same on all ranks.
+    trained as it is. `without_signal` returns which groups of the scored batch are to be replaced, (N/G,) bool, the
+    same on all ranks. What a reward function logs with `log_metric` is a mean over its calls, one per round.
     """
 
     def check() -> None:  # rewards that cannot be compared must not pass for groups without signal

@@ -16,7 +16,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from mt_grpo.base.errors import RunError, error_line
 from mt_grpo.generation.weights import off_by_rounding
 from mt_grpo.images.pictures import Picture, held_by
-from mt_grpo.training.batch import FURTHER_RECORDS, compares_tokens
+from mt_grpo.training.batch import FURTHER_RECORDS, compares_tokens, most_of_ranks
 from mt_grpo.training.pass_metrics import PassMetrics
 from mt_grpo.training.passes import (
     Pass,
@@ -38,10 +38,10 @@ LARGEST_DIFFERENCE = 1e-3  # of a logprob in float32; in half precision it may b
 
 
 def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
-    """Why a model would compute other hidden states in a shared row. None if it computes the same.
+    """Why a model would compute other hidden states in a shared row, which holds many conversations; else None.
 
-    A shared row contains many conversations. So information may pass from token to token only through an attention
-    function that knows them, and nothing may be drawn or counted per row. `asked` is the run's `attn_implementation`.
+    Information may pass from token to token only through an attention function that knows the conversations, and
+    nothing may be drawn or counted per row. `asked` is the run's `attn_implementation`.
     """
     if isinstance(model, PeftModel):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
@@ -134,19 +134,13 @@ def logps_of_rows(
 class Layout:
     """How a run's rows are laid out, and the pass whose loss is computed.
 
-    Args:
-        trainer: The trainer, with its model loaded.
-        own_methods: The class whose loss reads passes.
-
     Attributes:
         kind: `shared`: each prompt once. `padded`: each row with its prompt, sorted by length, in passes by tokens.
-            `trl`: TRL's micro-batches.
-        reason: Why it is not `shared`.
+            `trl`: TRL's micro-batches. `reason` says why it is not `shared`.
         proof: The largest difference of a logprob from that of TRL's rows; None before it is proven.
         waits: Whether rows are `padded` only until a batch has two rows of one prompt, which prove `shared`.
         current: The pass whose loss is computed.
         begun: The last pass of the current training step, None before its first one.
-        metrics: The metrics of the passes of a step.
         pictures: The images of the trained batch: tensors do not hold them, and its rollouts are dropped before it.
     """
 
@@ -160,16 +154,12 @@ class Layout:
             take_shared_rows(*models_of(trainer))
         if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
             name, rate, remedy = found
-            logger.warning(
-                f"{name} has a dropout of {rate:g}. "
-                + (
-                    "It is drawn once while sampling and again in the loss, as part of the policy."
-                    if trainer.backend == "transformers"
-                    else "It is drawn in the loss and not while sampling, so the logprobs differ from the first step "
-                    "on, and the importance ratio is noise."
+            drawn = "once while sampling and again in the loss, as part of the policy"
+            if trainer.backend != "transformers":
+                drawn = (
+                    "in the loss and not while sampling, so that the importance ratio is noise from the first step on"
                 )
-                + f" Set {remedy}."
-            )
+            logger.warning(f"{name} has a dropout of {rate:g}. It is drawn {drawn}. Set {remedy}.")
         self.proof: float | None = None
         self.waits = False
         self.current: Pass | None = None
@@ -197,9 +187,8 @@ class Layout:
     ) -> list[SharedRow]:
         """The rows of TRL's forward pass as rows that share prompts; none if they are padded. Collective.
 
-        Args:
-            input_ids, attention_mask: (M, P + C), prompts padded on the left, of which C = `width`.
-            size: TRL's number of rows per pass; None: one pass.
+        `input_ids` and `attention_mask` are (M, P + C), prompts padded on the left, of which C = `width`. `size` is
+        TRL's number of rows per pass, None for one pass.
         """
         if self.kind == "shared" and self.current is not None and self.current.shared is not None:
             return [self.current.shared]
@@ -217,8 +206,7 @@ class Layout:
     def of(self, inputs: Pass) -> Iterator[None]:
         """Within it the loss of a pass is computed, with the pass's share of the micro-batch's policy loss and KL.
 
-        INVARIANT: TRL's policy loss is linear in the advantages, for a positive factor, and its KL in `beta`. Its
-        entropy bonus and the router's loss are means of their own, and have no share here.
+        INVARIANT: TRL's policy loss is linear in the advantages, for a positive factor, and its KL in `beta`.
         """
         trainer, beta, advantages = self.trainer, self.trainer.beta, inputs["advantages"]
         scale = max(inputs.scale, 1e-30)  # at 0 one rank alone would log no KL
@@ -249,15 +237,12 @@ class Layout:
     def prove(self, rows: list[TrainedRow]) -> None:
         """`compare` two rows of one prompt, before the first pass that reads shared rows. Collective.
 
-        A row that is alone is the same in both layouts. If no rank has two rows of one prompt, nothing is proven, and
-        each row has its prompt until the next batch.
+        If no rank has two rows of one prompt, nothing is proven, and each row has its prompt until the next batch.
         """
         if self.proof is not None or not (self.kind == "shared" or self.waits):
             return
         compared = pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1)
-        accelerator = self.trainer.accelerator
-        found = torch.tensor([len(compared["prompt_ids"])], device=accelerator.device)
-        waits = int(accelerator.gather(found).max()) < 2
+        waits = most_of_ranks(len(compared["prompt_ids"]), self.trainer.accelerator) < 2
         if waits and not self.waits:
             self.reason = "no prompt has two rows yet that prove shared rows"
             logger.warning("Each row is computed with its prompt until a batch has two rows of one prompt.")
@@ -349,15 +334,9 @@ def memory_errors(trainer: Any) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if (begun := layout.begun) is None:  # in a rollout, or TRL's layout
             raise
-        if compares_tokens(args):
-            hint = "Lower per_device_train_batch_size, and raise gradient_accumulation_steps by the same factor."
-        elif len(begun["completion_ids"]) == 1:
-            hint = "It is a single conversation. Set gradient_checkpointing: true, or lower max_completion_length."
-        else:
-            hint = (
-                f"Set max_tokens_per_pass below {begun.num_tokens} (now {args.max_tokens_per_pass}). This changes no "
-                "gradient."
-            )
+        hint = f"Set max_tokens_per_pass below {begun.num_tokens}, which changes no gradient."
+        if compares_tokens(args) or len(begun["completion_ids"]) == 1:
+            hint = "Set gradient_checkpointing: true, or lower per_device_train_batch_size or max_completion_length."
         kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
         raise kind(
             f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the device's memory. "

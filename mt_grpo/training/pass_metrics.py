@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mt_grpo.training.batch import NAN
-from mt_grpo.training.passes import BATCHES, Pass
+from mt_grpo.training.passes import Pass
 
 EFFECTIVE_SHARE = "sampling/effective_share"  # the metric
 TRLS = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")  # which TRL logs, too
@@ -61,15 +61,12 @@ class PassMetrics:
     def set_ratio(self, each: dict[str, Any], logps: torch.Tensor, trainer: Any) -> None:
         """Set the importance ratio of a batch and what the loss clips around, and log the ratio's metrics. Collective.
 
-        With `old_logps: policy` the loss clips around the policy before the step, and the importance ratio is that
-        policy's probability over the sampled one. With `sampled` it clips around the logprobs as sampled (PPO, arXiv
-        1707.06347, equation 7), where they are known, and no importance ratio is left: 1, or 0 where a `_mask` mode
-        masks a token. The metrics are those of the ratio in both cases.
+        With `old_logps: policy` the loss clips around the policy before the step, and the ratio is that policy's
+        probability over the sampled one. With `sampled` it clips around the logprobs as sampled (PPO, arXiv
+        1707.06347, equation 7), where they are known, and the ratio is 1, or 0 where a `_mask` mode masks a token.
 
-        Args:
-            each: TRL's whole batch, whose metrics of it are replaced, or a pass, of the first step of its rollouts.
-            logps: (B, C), of the policy before the step, without gradient.
-            trainer: Says which ratio: `old_logps`, `vllm_importance_sampling_mode`, and where it is cut.
+        `each` is TRL's whole batch, whose metrics of it are replaced, or a pass, of the first step of its rollouts.
+        `logps` are (B, C), of the policy before the step, without gradient.
         """
         sampled, mode = each["sampling_per_token_logps"], trainer.vllm_importance_sampling_mode
         trained, log_mode = each["completion_mask"] * each["tool_mask"] > 0, trainer._mode
@@ -78,12 +75,10 @@ class PassMetrics:
         ratio = importance_ratio(difference, mode, *limits)
         means = sampling_means(logps, sampled, ratio, trained, limits, trainer.accelerator)
         if (logged := self._logged) is None:
-            logged, number = trainer._metrics[log_mode], next(BATCHES)
+            logged = trainer._metrics[log_mode]
             for name in means:
                 if name.startswith(TRLS):
                     logged[name].pop()
-        else:
-            number = each.batch
         self.pool(logged, log_mode, means)
         if not logged.get(EFFECTIVE_SHARE):  # all was logged
             self._weights = {key: passes for key, passes in self._weights.items() if key[0] != log_mode}
@@ -91,7 +86,7 @@ class PassMetrics:
         if self._logged is None:  # one value per whole batch: those of an evaluation are weighted by their rollouts
             logged[EFFECTIVE_SHARE].append(effective_share(weights))
         else:
-            self._weights.setdefault((log_mode, number), []).append(weights)
+            self._weights.setdefault((log_mode, each.batch), []).append(weights)
             shares = [effective_share(torch.cat(each)) for key, each in self._weights.items() if key[0] == log_mode]
             shares = [share for share in shares if not math.isnan(share)]  # of batches that train nothing
             logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares) if shares else NAN]
@@ -102,10 +97,7 @@ class PassMetrics:
         each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
 
     def count_tokens(self, each: Pass, logps: torch.Tensor, entropies: torch.Tensor, trainer: Any) -> None:
-        """TRL's metrics of a pass with weights in its mask, for which TRL would weigh them too. Collective.
-
-        `logps` and `entropies` are (B, C), without gradient.
-        """
+        """TRL's metrics of a pass with weights in its mask, for which TRL would weigh them too. Collective."""
         trained = each["completion_mask"] * each["tool_mask"] > 0
         ratio = logps - each.get("old_per_token_logps", logps)
         if trainer.importance_sampling_level == "sequence":
@@ -126,16 +118,13 @@ class PassMetrics:
 def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:
     """TRL's ratio of the policy before the step to the one that sampled: (B, C) of tokens, (B, 1) of sequences.
 
-    Args:
-        difference: (B, C), the policy's logprob minus the sampled one; 0 where it does not count.
-        mode: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
-        least, most: Where a ratio is cut, or from where it is 0.
+    `difference` is (B, C), the policy's logprob minus the sampled one; 0 where it does not count. `least` and `most`
+    are where a ratio is cut (`_truncate`), or from where it is 0 (`_mask`).
 
-    >>> difference = torch.tensor([[0.0, 2.0], [-1.0, 0.5]])
-    >>> importance_ratio(difference, "token_truncate", 0.5, 3.0)
+    >>> importance_ratio(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), "token_truncate", 0.5, 3.0)
     tensor([[1.0000, 3.0000],
             [0.5000, 1.6487]])
-    >>> importance_ratio(difference, "sequence_mask", None, 3.0)
+    >>> importance_ratio(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), "sequence_mask", None, 3.0)
     tensor([[0.0000],
             [0.6065]])
     """
@@ -153,13 +142,10 @@ def sampling_means(
     limits: tuple[float | None, float | None],
     accelerator: Any,
 ) -> Means:
-    """The metrics of importance sampling over the trained tokens of all ranks. Collective.
+    """The metrics of importance sampling over the `trained` tokens (B, C) of all ranks. Collective.
 
-    Args:
-        logps, sampled: (B, C), of the policy before the step and as sampled, NaN where they are not known.
-        ratio: (B, C), or (B, 1) of sequences.
-        trained: (B, C) bool.
-        limits: Where the ratio is cut, from below and from above; None: nowhere.
+    `logps` and `sampled` are (B, C), NaN where they are not known. `ratio` is (B, C), or (B, 1) of sequences, cut at
+    the `limits` from below and from above; None: nowhere.
     """
     least, most = limits
     known = trained & ~sampled.isnan()

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers import Trainer
 
 from mt_grpo.images.pictures import Picture, is_picture, pictures_in
 from mt_grpo.rollout import join
-from mt_grpo.training.batch import FURTHER_RECORDS, Row, compares_tokens, row_of
+from mt_grpo.training.batch import FURTHER_RECORDS, Row, compares_tokens, most_of_ranks, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 
 PASSES = "passes"  # the key of a micro-batch that has been cut into passes
@@ -45,13 +45,10 @@ class Pass(dict):
 
 
 @dataclass
-class TrainedRow:
+class TrainedRow(Example):
     """A record of a rollout as the loss reads it."""
 
-    values: Row  # TRL's tensors, without the columns that are padding
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    trained: list[bool]  # of each of the completion's tokens
+    values: Row = field(default_factory=dict)  # TRL's tensors, without the columns that are padding
     number: int = 0  # of its row in its batch
     group: int | None = None  # what should go together: the prompt of its rollout's first record; None: its own
     pictures: tuple[Picture, ...] = ()  # those that its ids stand for, while another rank computes it
@@ -100,7 +97,7 @@ def trained_row(row: Row) -> TrainedRow:
         for key, value in row.items()
     }
     trained = (values["tool_mask"] > 0).tolist() if "tool_mask" in row else [True] * completion
-    return TrainedRow(values, values["prompt_ids"].tolist(), values["completion_ids"].tolist(), trained)
+    return TrainedRow(values["prompt_ids"].tolist(), values["completion_ids"].tolist(), trained, values)
 
 
 def rows_of_ids(trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[TrainedRow]:
@@ -109,19 +106,14 @@ def rows_of_ids(trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Ten
     If the trainer's batch has `loss_masks`, they say whose logprobs are wanted: those of trained tokens.
     """
     masks = trainer.batch.loss_masks if trainer.batch is not None else None
+    sides = {"prompt": slice(None, -width), "completion": slice(-width, None)}
     rows = []
-    for i, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
-        start = len(ids) - width
-        prompt = [token for token, real in zip(ids[:start], mask) if real]
-        completion = ids[start : start + sum(mask[start:])]
-        trained = [True] * len(completion) if masks is None else [value > 0 for value in masks[i][: len(completion)]]
-        values = {}
-        if trainer.layout.proof is None:  # the proof of the layout reads them as a pass
-            for side, own in (("prompt", prompt), ("completion", completion)):
-                values[f"{side}_ids"] = torch.tensor(own, dtype=torch.long, device=input_ids.device)
-                values[f"{side}_mask"] = torch.ones_like(values[f"{side}_ids"])
-            values["tool_mask"] = torch.tensor(trained, dtype=torch.long, device=input_ids.device)
-        rows.append(TrainedRow(values, prompt, completion, trained, number=i))
+    for i, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True)):
+        row = {f"{side}_ids": ids[part] for side, part in sides.items()}
+        row |= {f"{side}_mask": mask[part] for side, part in sides.items()}
+        trained = torch.ones(width) if masks is None else torch.tensor(masks[i] + [0] * (width - len(masks[i])))
+        row["tool_mask"] = (trained > 0).long().to(ids.device)
+        rows.append(replace(trained_row(row), number=i))
     return rows
 
 
@@ -133,15 +125,15 @@ def dummy_row(row: TrainedRow) -> TrainedRow:
         else torch.full_like(value[:1] if value.ndim else value, FILLERS.get(key, 0))
         for key, value in row.values.items()
     }
-    return TrainedRow(values, row.prompt_ids[-1:], [], [])
+    return TrainedRow(row.prompt_ids[-1:], [], [], values)
 
 
 def weighed(rows: list[TrainedRow], max_completion_length: int) -> list[TrainedRow]:
     """The rows of one rollout, whose tokens weigh L / T: its T trained tokens together as much as a completion.
 
     TRL's `grpo` is a mean over rows of means over tokens, and here several rows can be one rollout. With R scored
-    rollouts and L = `max_completion_length` the sum of these tokens' losses over R L, as `dapo` has it, is
-    1/R sum_i 1/T_i sum_t loss_it.
+    rollouts and L = `max_completion_length`, `dapo` divides the sum of these tokens' losses by R L: 1/R sum_i 1/T_i
+    sum_t loss_it.
 
     INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
     """
@@ -247,8 +239,7 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
 def skips_first_pass(trainer: Any) -> bool:
     """Whether rollouts of a server need no forward pass before their step, because the loss computes the same.
 
-    The pass stays with several optimizer steps of a batch, of which only the first has that policy, and for a log that
-    shows its logprobs.
+    The pass stays with several optimizer steps of a batch, and for a log that shows its logprobs.
     """
     args = trainer.args
     return (
@@ -271,9 +262,7 @@ def window_of(args: Any, loss_type: str) -> int:
 
 
 def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split micro-batches of one optimizer step and the same rollouts into passes. Collective.
-
-    Each returned micro-batch has a list of passes under `PASSES`.
+    """Split micro-batches of one optimizer step and the same rollouts into lists under `PASSES`. Collective.
 
     INVARIANT: all ranks have as many passes in each micro-batch: a sharded model's forward is collective.
     """
@@ -292,7 +281,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     rows = join(rollouts)
     is_first = skips_first_pass(trainer) and "old_per_token_logps" not in micro_batches[0]
     num_trained, dummy = max(1, sum(row.num_trained for row in rows)), dummy_row(rows[0])
-    longest = int(accelerator.gather(torch.tensor([max(map(len, rows))], device=accelerator.device)).max())
+    longest = most_of_ranks(max(map(len, rows)), accelerator)
     if compares_tokens(args):
         bins = [rows]
     else:
@@ -301,8 +290,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
             rows = balance(rows, budget, shares, accelerator)
         together = accelerator.num_processes > 1 and not shares
         bins = fill_together(rows, budget, accelerator) if together else fill(rows, budget, shares)
-    most = accelerator.gather(torch.tensor([len(bins)], device=accelerator.device)).max()
-    bins += [[] for _ in range(max(int(most), count) - len(bins))]
+    bins += [[] for _ in range(max(most_of_ranks(len(bins), accelerator), count) - len(bins))]
     sums = torch.tensor([[[float(len(rows)), float(sum(row.num_trained for row in rows))] for rows in bins]])
     of_ranks = accelerator.gather(sums.to(accelerator.device))  # (ranks, passes, 2)
     most_rows, weights = of_ranks[:, :, 0].amax(0).clamp(min=1), of_ranks[:, :, 1].sum(0)
@@ -324,8 +312,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
 def rows_in_mean(trainer: Any, micro_batch: dict[str, Any]) -> float:
     """What a mean over the rows of a micro-batch divides by, the same for all micro-batches of a batch.
 
-    INVARIANT: a scored rollout counts the same, whatever rank, micro-batch and step it is in, and others are in no
-    mean. If all have a score, it is TRL's number of rows.
+    INVARIANT: a scored rollout counts the same, whatever rank, micro-batch and step it is in; others are in no mean.
     """
     steps = trainer.args.steps_per_generation if trainer.model.training else 1
     return max(float(micro_batch["num_rows_in_batch"]), 1.0) / (steps * trainer.accelerator.num_processes)
@@ -358,8 +345,8 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
             padded[i, width - len(each) if side == "prompt" else 0 :][: len(each)] = each
         batch[key] = padded
     if shares:
-        examples = {i: Example(row.prompt_ids, row.completion_ids, row.trained) for i, row in enumerate(rows)}
-        batch.shared = SharedRow(examples, tuple(batch["completion_ids"].shape), batch["completion_ids"].device)
+        shape, device = tuple(batch["completion_ids"].shape), batch["completion_ids"].device
+        batch.shared = SharedRow(dict(enumerate(rows)), shape, device)
     batch.pictures = tuple(picture for row in rows for picture in row.pictures)
     batch.num_tokens = len(batch.shared) if shares else batch["prompt_ids"].numel() + batch["completion_ids"].numel()
     return batch
@@ -373,15 +360,11 @@ def rows_that_share(
     `width` is that of the batch's completions, and `size` TRL's number of rows per pass, None for one pass.
     """
     accelerator = trainer.accelerator
-    longest = int(accelerator.gather(torch.tensor(max(map(len, rows)), device=accelerator.device)).max())
+    longest = most_of_ranks(max(map(len, rows)), accelerator)
     budget = (trainer.args.max_tokens_per_pass or size * longest) if size else len(rows) * longest
     bins = fill(rows, budget, shares=True)
-    most = accelerator.gather(torch.tensor(len(bins), device=accelerator.device)).max()
-    bins += [[replace(rows[0], trained=[])] for _ in range(int(most) - len(bins))]
-    examples = [
-        {row.number: Example(row.prompt_ids, row.completion_ids, row.trained) for row in each} for each in bins
-    ]
-    return [SharedRow(each, (len(rows), width), device) for each in examples]
+    bins += [[replace(rows[0], trained=[])] for _ in range(most_of_ranks(len(bins), accelerator) - len(bins))]
+    return [SharedRow({row.number: row for row in each}, (len(rows), width), device) for each in bins]
 
 
 def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:

@@ -47,11 +47,8 @@ def asked_of(functions: list[Callable]) -> set[str]:
 class PolicyScores:
     """Computes logprobs under the policy (parameter `policy` of a reward) or the reference model (`reference`).
 
-    Args:
-        ask: From pairs (context, continuation), tuples of ids, to a dict with the logprobs of each continuation.
-        written: The tool format of the conversations, with its tokenizer.
-        version: Returns the version of the weights that score.
-        context: The most tokens of a pair, plus one. None: no limit is known.
+    `ask` gives for pairs (context, continuation) a dict with the logprobs of each continuation. `written` is the tool
+    format of the conversations, and `context` the most tokens of a pair, plus one; None: no limit is known.
     """
 
     def __init__(self, ask: Callable, written: Any, version: Callable[[], str], context: int | None = None):
@@ -65,18 +62,16 @@ class PolicyScores:
     def logprobs(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[list[float]]:
         """The logprob of each id of `continuations[i]` after `contexts[i]`, at temperature 1, on the full vocabulary.
 
-        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit (`fits`), and for lists that
-        differ in length.
+        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit (`fits`) or whose continuation
+        has an image, which is never sampled, and for lists that differ in length.
         """
         pairs = list(zip(map(tuple, contexts), map(tuple, continuations), strict=True))
         for i, pair in enumerate(pairs):
-            if not self.fits(*pair):
+            if not self.fits(*pair) or any(map(is_picture, pair[1])):
                 raise ValueError(
-                    f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected at least one id "
-                    f"in each, and less than {self._context} together. Check pairs with policy.fits first."
+                    f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected at least one "
+                    f"in each, less than {self._context} together (policy.fits), and no image in the continuation."
                 )
-            if any(map(is_picture, pair[1])):
-                raise ValueError(f"policy.logprobs: continuation {i} contains an image, which is never sampled.")
         found = self._ask(list(dict.fromkeys(pairs))) if pairs else {}
         return [list(found[pair]) for pair in pairs]
 
@@ -86,12 +81,11 @@ class PolicyScores:
 
     def of_turns(self, rollout: Rollout) -> list[list[float]]:
         """The logprobs of each turn's sampled ids, a list per turn; empty without ids, or if they do not fit."""
-        pairs = [
-            (ids[: len(ids) - len(t.token_ids)], t.token_ids) for ids, t in zip(turn_contexts(rollout), rollout.turns)
-        ]
-        asked = [k for k, pair in enumerate(pairs) if self.fits(*pair)]
-        found = dict(zip(asked, self.logprobs([pairs[k][0] for k in asked], [pairs[k][1] for k in asked])))
-        return [found.get(k, []) for k in range(len(pairs))]
+        contexts, sampled = turn_contexts(rollout), [turn.token_ids for turn in rollout.turns]
+        pairs = [(ids[: len(ids) - len(own)], own) for ids, own in zip(contexts, sampled)]
+        fitting = [pair if self.fits(*pair) else None for pair in pairs]
+        found = iter(self.logprobs(*([pair[k] for pair in fitting if pair] for k in (0, 1))))
+        return [next(found) if pair else [] for pair in fitting]
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens."""
@@ -127,16 +121,12 @@ def turn_contexts(rollout: Rollout) -> list[list[int]]:
 
 
 def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None] = lambda: None) -> PolicyScores:
-    """Logprobs on one or several vLLM servers in turn, with `prompt_logprobs`.
+    """Logprobs on one or several vLLM servers in turn, with `prompt_logprobs`. `client` is that of one or of all.
 
     INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
     is away does not answer: the others are asked. If a request fails, or one of those that were asked does not hold
-    these weights afterwards, everything is asked again, of servers that did not fail if there are any.
-
-    `client` is that of the server, or of all servers. `pushed` returns the version of the last push, without a
-    server's lineage, or None if nothing was pushed.
+    these weights afterwards, everything is asked again. `pushed` returns the version of the last push, or None.
     """
-    failed: list[Any] = []  # servers, in this call
     turn = itertools.count()
 
     def holds(server: Any) -> bool:
@@ -148,23 +138,17 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
 
     def score(server: Any, pair: tuple) -> list[float]:
         timeout = min(server.request_timeout, LONGEST_REQUEST)
-        try:
-            return server.score([*pair[0], *pair[1]], timeout=timeout)[-len(pair[1]) :]
-        except ServerError:
-            failed.append(server)
-            raise
+        return server.score([*pair[0], *pair[1]], timeout=timeout)[-len(pair[1]) :]
 
     def ask(pairs: list[tuple]) -> dict[tuple, list[float]]:
         problem: Exception | str = "No server holds them."
-        failed.clear()
         for number in range(TRIES):
             time.sleep(PAUSE * bool(number))
             servers = getattr(client, "servers", [client])
             asked = [servers[n] for n in getattr(client, "joined", range(len(servers))) if holds(servers[n])]
-            asked = [server for server in asked if server not in failed] or asked
+            in_turn = [asked[next(turn) % len(asked)] for _ in pairs if asked]
             try:
                 with ThreadPoolExecutor(AT_ONCE, "mt-grpo-policy") as pool:
-                    in_turn = [asked[next(turn) % len(asked)] for _ in pairs if asked]
                     found = list(pool.map(score, in_turn, pairs))
             except ServerError as error:
                 problem = error
@@ -214,16 +198,38 @@ def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
 
 def policy_of(trainer: Any) -> PolicyScores:
     """The scores of a trainer's policy. Raises `RunError` for a server with an adapter and a sharded model."""
+    if trainer.backend != "server":
+        version = trainer._weight_counter
+        return of_process(trainer, trainer.model, trainer.accelerator.autocast, lambda: str(version.version))
+    if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
+        raise RunError(
+            "A reward function asks the policy, and the server samples with an adapter, with which it cannot "
+            "score. Set weight_sync: disk (or nccl), which sends merged weights."
+        )
     written = trainer.env.format_of(trainer.env.tokenizer)
-    if trainer.backend == "server":
-        if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
+    return scores_of_servers(trainer.client, written, lambda: trainer.weight_sync.pushed)
+
+
+def reference_of(trainer: Any) -> PolicyScores:
+    """The scores of a trainer's reference model: TRL's own (`beta` above 0), or the base of a LoRA.
+
+    It runs in this process, also if a server samples. Raises `RunError` without a reference, and if it is sharded.
+    """
+    autocast, model = trainer.accelerator.autocast, trainer.ref_model
+    if model is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if not is_peft_model(model):
             raise RunError(
-                "A reward function asks the policy, and the server samples with an adapter, with which it cannot "
-                "score. Set weight_sync: disk (or nccl), which sends merged weights."
+                "A reward function asks `reference`, and the run has no reference model. Set beta above 0, so that "
+                "TRL loads one, or train a LoRA, whose base model is the reference."
             )
-        return scores_of_servers(trainer.client, written, lambda: trainer.weight_sync.pushed)
-    counter = trainer._weight_counter
-    return of_process(trainer, trainer.model, trainer.accelerator.autocast, lambda: str(counter.version))
+
+        @contextmanager
+        def autocast() -> Iterator[None]:
+            with trainer.accelerator.autocast(), use_adapter(model, "ref" if "ref" in model.peft_config else None):
+                yield
+
+    return of_process(trainer, model, autocast, lambda: "reference")
 
 
 def of_process(trainer: Any, model: Any, autocast: Callable, version: Callable[[], str]) -> PolicyScores:
@@ -234,26 +240,3 @@ def of_process(trainer: Any, model: Any, autocast: Callable, version: Callable[[
             "vLLM server scores the policy (use_vllm: true); `reference` needs a model that is not sharded."
         )
     return scores_of_model(model, trainer.env.format_of(trainer.env.tokenizer), autocast, version)
-
-
-def reference_of(trainer: Any) -> PolicyScores:
-    """The scores of a trainer's reference model: TRL's own (`beta` above 0), or the base of a LoRA.
-
-    It runs in this process, also if a server samples. Raises `RunError` without a reference, and if it is sharded.
-    """
-    autocast = trainer.accelerator.autocast
-    if trainer.ref_model is not None:
-        return of_process(trainer, trainer.ref_model, autocast, lambda: "reference")
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if not is_peft_model(model):
-        raise RunError(
-            "A reward function asks `reference`, and the run has no reference model. Set beta above 0, so that TRL "
-            "loads one, or train a LoRA, whose base model is the reference."
-        )
-
-    @contextmanager
-    def without_adapter() -> Iterator[None]:
-        with autocast(), use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            yield
-
-    return of_process(trainer, model, without_adapter, lambda: "reference")

@@ -1,4 +1,4 @@
-"""The reward functions of a run: their checks and names, their calls within a time limit, and their values.
+"""The reward functions of a run: their checks and names, their calls within a time limit, and their values as tensors.
 
 A function without `async` runs in the main thread, as in TRL. Only there may it install a signal handler: math-verify
 limits its time with SIGALRM, and in another thread it silently reads every answer as wrong.
@@ -6,10 +6,10 @@ limits its time with SIGALRM, and in another thread it silently reads every answ
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import faulthandler
 import functools
+import hashlib
 import inspect
 import logging
 import random
@@ -21,7 +21,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -32,23 +32,15 @@ from mt_grpo.base.rows import WrittenRow, column_lists, is_image, number_of, pro
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.running import ToolTimeout, run_tool
 from mt_grpo.images.pictures import readable_messages
-from mt_grpo.rollout import Rollout, ToolCall, Turn, join
-from mt_grpo.training.batch import Batch, pad_rows
+from mt_grpo.rollout import Rollout, ToolCall, Turn, id_hash, join
+from mt_grpo.training.batch import NAN, Batch, most_of_ranks, nansum, pad_rows
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, scores_of_trainer, turn_contexts
-from mt_grpo.training.reward_numbers import (
-    Scores,
-    check_reward_values,
-    is_finite,
-    reward_tensors,
-    state_numbers,
-    turn_flags,
-)
 
 logger = logging.getLogger(__name__)
 AGAIN = 1.0  # seconds between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
-GRACE = 30.0  # seconds behind the limit, after which the process of a function that cannot be interrupted ends
+GRACE = 30.0  # seconds after the limit, at which the process of a function that cannot be interrupted ends
 SEARCH_SECONDS = 10.0  # for all calls with one rollout each, after an error
-# A signal of nobody's: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
+# Nobody else uses it: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
 WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
     "prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
@@ -58,14 +50,9 @@ PLAIN = {int, float, str, bool, type(None)}
 
 
 class RewardFunctions:
-    """The F reward functions of a run: F_turn turn functions, then the outcome functions.
+    """The F reward functions of a run, with unique names and a weight each: F_turn turn functions, then the others.
 
     Of each kind, the user's functions come first, followed by those of the environment and the tools.
-
-    Args:
-        functions: (F,), each with a unique name.
-        weights: (F,), one finite number per function.
-        num_turn_funcs: F_turn, the number of turn functions.
     """
 
     def __init__(self, functions: list[Callable], weights: list[float], num_turn_funcs: int):
@@ -86,7 +73,6 @@ class RewardFunctions:
         """Combine the user's functions and weights (None: 1 each) with those of the class of conversations `env`.
 
         The functions of an environment and its tools have weight 1. If `optional` is true there may be none at all.
-        Raises `ValueError` for invalid functions (`check_rewards`) and weights (`weights_of`).
         """
         turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
@@ -112,18 +98,10 @@ class RewardFunctions:
     ) -> list[list]:
         """Call each function for the B rollouts. Its value per rollout is a number, a list of one per turn, or None.
 
-        A rollout whose environment failed is not passed to any function, and has None.
-
-        Args:
-            batch: The batch, with its rollouts.
-            columns: Further arguments besides the columns of the data and of the rollouts: `trainer_state`,
-                `log_extra`, `log_metric`, and `policy` if a function asks for it.
-            timeout: Seconds that one function may take.
-            device: The trainer's device.
-            only: Which of the B rollouts the functions see. None: all.
-
-        Raises `RuntimeError` for a function that raised or took too long, with the row of the data, and `ValueError`
-        for other values, and for a function with the parameter `groups` where a group is incomplete.
+        A rollout whose environment failed is not passed to any function, and has None. `columns` are further
+        arguments: `trainer_state`, `log_extra`, `log_metric`, and `policy` if a function asks for it. `only` says
+        which of the B rollouts the functions see. Raises `RuntimeError` for a function that raised or took longer than
+        `timeout` seconds, with the row of the data, and `ValueError` for other values.
         """
         places = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
         values: list[list] = [[None] * len(batch.rollouts) for _ in self.functions]
@@ -135,13 +113,19 @@ class RewardFunctions:
         logged: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
         # Also of the rows that nobody sees: a column of theirs is a column of all.
         of_data = column_lists(rows + batch.rows, batch.data)
-        asked = asked_of(self.functions) - of_data.keys()  # who takes keywords gets what another one names
-        given = {
-            **{name: column[: len(rows)] for name, column in of_data.items()},
-            **rollout_columns(rollouts, prompts_of(rows)),
-            **{name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked},
-            "log_extra": lambda column, values: logged[column].extend(values),
+        asked = asked_of(self.functions) - of_data.keys()  # a function with **kwargs gets what another one names
+        given = {name: column[: len(rows)] for name, column in of_data.items()}
+        prompts = [rollout.first_messages or prompt for rollout, prompt in zip(rollouts, prompts_of(rows))]
+        given |= {
+            "prompts": list(map(readable_messages, prompts)),
+            "completions": [readable_messages(rollout.completion) for rollout in rollouts],
+            "completion_ids": [rollout.completion_ids for rollout in rollouts],
+            "environments": [rollout.environment for rollout in rollouts],
+            "environment_rewards": [rollout.reward for rollout in rollouts],
+            "rollout_turns": [rollout.turns for rollout in rollouts],
         }
+        given |= {name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked}
+        given["log_extra"] = lambda column, values: logged[column].extend(values)
         if "turn_contexts" in asked:
             given["turn_contexts"] = [turn_contexts(rollout) for rollout in rollouts]
         if "groups" in asked:  # whole groups: `check_groups`
@@ -152,7 +136,7 @@ class RewardFunctions:
             return "" if number is None else f" (row {number} of the {split} data, counted from 0)"
 
         with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
-            found = run_rewards(self.functions, given, timeout, device, of_row)
+            found = run_rewards(self.functions, given, timeout, of_row)
         for f, column in enumerate(found):
             check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
             for place, value in zip(places, column):
@@ -162,10 +146,9 @@ class RewardFunctions:
                 raise ValueError(
                     f"log_extra({name!r}): got {len(column)} values, expected one for each of {len(places)} rollouts."
                 )
-            if not column:
-                continue
             last = dict(zip(places, column[-len(places) :]))  # of several calls the last one's
-            columns["log_extra"](name, [last.get(i) for i in range(len(batch.rollouts))])
+            if column:
+                columns["log_extra"](name, [last.get(i) for i in range(len(batch.rollouts))])
         return values
 
     def score_all_ranks(self, trainer: Any, batch: Batch, fresh: torch.Tensor | None = None) -> Scores:
@@ -175,8 +158,7 @@ class RewardFunctions:
         """
         accelerator, local = trainer.accelerator, []
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
-        num_turns = torch.tensor([max(len(rollout.turns) for rollout in batch.rollouts)], device=accelerator.device)
-        num_turns = max(1, int(accelerator.gather(num_turns).max()))
+        num_turns = max(1, most_of_ranks(max(len(rollout.turns) for rollout in batch.rollouts), accelerator))
         only = [True] * len(batch.rollouts) if fresh is None else batch.own(fresh).tolist()
         columns = {"trainer_state": trainer.state, "log_extra": batch.add_extra, "log_metric": trainer._log_metric}
         columns |= scores_of_trainer(trainer)
@@ -201,7 +183,7 @@ class RewardFunctions:
 
 def warn_of_uncounted(turns: list[Turn]) -> None:
     """Warn once about the reward of a tool result that no function counts, because it was not announced."""
-    for call, result in join([list(zip(turn.calls, turn.results)) for turn in turns]):
+    for call, result in join(list(zip(turn.calls, turn.results)) for turn in turns):
         if result.reward is not None:
             return tell_once(
                 f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored, because "
@@ -221,12 +203,12 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
             "No reward functions. Expected at least one in TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS. Set "
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
-    for name, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
+    for kind, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
         for place, func in enumerate(funcs):
             if any(func is other for other in funcs[:place]):
                 raise ValueError(
-                    f"{name}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
-                    f"set its weight with {name.lower()}_reward_weights."
+                    f"{kind}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
+                    f"set its weight with {kind.lower()}_reward_weights."
                 )
             if isinstance(func, torch.nn.Module) or not callable(func):
                 raise ValueError(
@@ -254,12 +236,6 @@ def reward_name(func: Callable) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def code_of(func: Callable) -> Callable:
-    """The function that is called with a reward: that inside of a partial, or the `__call__` of an object."""
-    func = without_partial(func)
-    return func if inspect.isroutine(func) or isinstance(func, type) else type(func).__call__
-
-
 def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
     """Make the `__name__` of each function unique: the second `length` becomes `length_2`. Returns the lists.
 
@@ -274,25 +250,21 @@ def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
         taken.add(name)
         if name != reward_name(func):
             logger.warning(f"Two rewards are called {reward_name(func)}. The second is logged as {name}. Rename it.")
-        return func if getattr(func, "__name__", None) == name else renamed(func, name)
+        if getattr(func, "__name__", None) == name:
+            return func
+
+        async def run_async(**kwargs: Any) -> Any:
+            return await func(**kwargs)
+
+        def run(**kwargs: Any) -> Any:
+            return func(**kwargs)
+
+        named, inner = run_async if inspect.iscoroutinefunction(func) else run, without_partial(func)
+        named.__name__, named.__module__, named.__wrapped__ = name, inner.__module__, inner
+        named.__signature__ = inspect.signature(func)
+        return named
 
     return [[apart(func) for func in funcs] for funcs in lists]
-
-
-def renamed(func: Callable, name: str) -> Callable:
-    """Wrap a callable, which may be a partial or an object, in a function with this name."""
-    inner = code_of(func)
-
-    async def run_async(*args: Any, **kwargs: Any) -> Any:
-        return await func(*args, **kwargs)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return func(*args, **kwargs)
-
-    run = run_async if inspect.iscoroutinefunction(inner) else run
-    run.__name__, run.__doc__, run.__module__ = name, inner.__doc__, inner.__module__
-    run.__signature__, run.__wrapped__ = inspect.signature(func), inner  # its source is read from there
-    return run
 
 
 def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
@@ -308,8 +280,8 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
 def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
     """(turn, outcome) reward functions that return the rewards of environments and tools, named as they are logged.
 
-    Turn: `environment` (of replies) and `tool` (of results). Outcome: `get_reward`, under the name of each class, and
-    the class's `outcome_reward_funcs`.
+    Turn: `environment` (of replies) and `tool` (of results). Outcome: one per class with `get_reward`, and its
+    `outcome_reward_funcs`.
     """
 
     def environment(rollout_turns: list, **kwargs) -> list:
@@ -328,16 +300,13 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
         get_reward.__name__ = cls.__name__
         return get_reward
 
-    def may_reward(func: Callable, unsaid: bool) -> bool:
-        hint = inspect.signature(func).return_annotation
-        return "ToolResult" in str(hint) or (unsaid and hint is inspect.Signature.empty)
-
-    turn_funcs = [tool] if any(may_reward(func, False) for func in tools.values()) else []
+    hints = [inspect.signature(func).return_annotation for func in tools.values()]
+    turn_funcs = [tool] if any("ToolResult" in str(hint) for hint in hints) else []
     if environments is None:
         return turn_funcs, []
     classes = list(dict.fromkeys(environments.by_name.values()))
-    methods = [getattr(cls, name) for cls in classes for name in tool_methods(cls)]
-    if any(may_reward(method, True) for method in methods) or any(
+    hints = [inspect.signature(getattr(cls, name)).return_annotation for cls in classes for name in tool_methods(cls)]
+    if any("ToolResult" in str(hint) or hint is inspect.Signature.empty for hint in hints) or any(
         hasattr(cls, "respond") or hasattr(cls, "tools") for cls in classes
     ):
         turn_funcs = [environment, tool]
@@ -346,18 +315,6 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
 
 
 # -- the arguments of reward functions --
-
-
-def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
-    """The arguments of reward functions that come from the rollouts. `prompts` are those of the rows of the data."""
-    return {
-        "prompts": [readable_messages(rollout.first_messages or prompt) for rollout, prompt in zip(rollouts, prompts)],
-        "completions": [readable_messages(rollout.completion) for rollout in rollouts],
-        "completion_ids": [rollout.completion_ids for rollout in rollouts],
-        "environments": [rollout.environment for rollout in rollouts],
-        "environment_rewards": [rollout.reward for rollout in rollouts],
-        "rollout_turns": [rollout.turns for rollout in rollouts],
-    }
 
 
 def own_copy(value: Any) -> Any:
@@ -378,9 +335,8 @@ def own_copy(value: Any) -> Any:
 def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
     """Context manager in which functions draw random numbers of torch, `random` and numpy that are not the run's.
 
-    INVARIANT: no reward changes what a run samples or trains, or what environments draw. One that calls
-    `torch.manual_seed(0)` or `random.seed(0)` would otherwise give every step the same noise. What functions draw
-    differs from step to step and from `call` to call of a step. It is the same in a resumed run.
+    INVARIANT: no reward changes what a run samples or trains, also if it calls `torch.manual_seed(0)`. What functions
+    draw differs from step to step and from `call` to call of a step, and is the same in a resumed run.
     """
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -399,101 +355,74 @@ def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None
 
 
 class OutOfTime(BaseException):
-    """Raised inside a reward at its limit, and by a signal that stops the run. Many rewards catch any `Exception`."""
+    """Raised inside a reward at its limit. Many rewards catch any `Exception`."""
+
+
+class Failed(Exception):
+    """(function, error): an error of a reward function, whose name is not in the error itself."""
 
 
 def run_rewards(
     funcs: list[Callable],
     columns: dict[str, Any],
     timeout: float,
-    device: torch.device,
     of_row: Callable[[int], str] = lambda place: "",
 ) -> list:
     """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
 
-    INVARIANT: each function gets its own copy of the columns. A function that changes them affects no other function.
-
-    Raises `RuntimeError` for the first function that raised, or took longer than `timeout` seconds. The message names
-    the rollout for which it raises, with its row (`of_row`).
+    INVARIANT: each function gets its own copy of the columns. Raises `RuntimeError` for the first function that
+    raised, or took longer than `timeout` seconds, with the rollout for which it raises and its row (`of_row`).
     """
 
-    def call(func: Callable, given: dict[str, Any], seconds: float) -> Any:
-        if inspect.iscoroutinefunction(func):
-            return run_async(run_tool(func, own_copy(given), seconds))
-        return call_in_time(func, given, seconds, device)
-
-    def message(func: Callable, error: Exception) -> str:
-        if isinstance(error, ToolTimeout):
-            return (
-                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
-                "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
-            )
-        text, place = error_line(error), place_that_raises(func, error, columns, call)
-        if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
-            text += f": there is no such column. Columns: {', '.join(columns)}"
-        row = "It does not raise this for any single rollout."
-        if place is not None:
-            trained = {*REWARD_COLUMNS, "turn_contexts"}
-            of_data = {k: v[place] for k, v in columns.items() if k not in trained and isinstance(v, list)}
-            row = f"It raises this for rollout {place} alone, whose row is {row_text(of_data)}{of_row(place)}"
-        return f"Reward {func.__name__} raised {text} ({where_raised(func, error)}). {row}"
+    @contextmanager
+    def of(func: Callable) -> Iterator[None]:
+        try:
+            yield
+        except RunStopped:
+            raise
+        except Exception as error:
+            raise Failed(func, error) from error
 
     async def awaited(func: Callable) -> Any:
-        began = time.monotonic()
-        try:
-            value = await run_tool(func, own_copy(columns), timeout)
-            if time.monotonic() - began > timeout + 0.5:  # no limit reaches what does not await
-                raise RuntimeError(
-                    f"it, or another async reward, blocked the event loop for longer than {timeout:g} s"
-                )
-            return value
-        except Exception as error:
-            raised.append((func, error))
-            raise
+        with of(func):
+            return await run_tool(func, own_copy(columns), timeout)
 
-    async def all_awaited() -> list:
-        return await gather_all([awaited(func) for func in funcs if inspect.iscoroutinefunction(func)])
-
-    values: dict[int, Any] = {}
-    raised: list[tuple[Callable, Exception]] = []
-    running = start_in_background(all_awaited())
+    is_async = [inspect.iscoroutinefunction(func) for func in funcs]
+    running = start_in_background(gather_all([awaited(f) for f, waits in zip(funcs, is_async) if waits]))
+    values: list[Any] = [None] * len(funcs)
     try:
         for i, func in enumerate(funcs):
-            if not inspect.iscoroutinefunction(func):
-                try:
-                    values[i] = call_in_time(func, columns, timeout, device)
-                except Exception as error:
-                    raised.insert(0, (func, error))
-                    raise
+            if not is_async[i]:
+                with of(func):
+                    values[i] = call_in_time(func, columns, timeout)
         found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
-    except RunStopped:
-        raise
-    except Exception:
+    except Failed as failed:
         running.cancel()
-        if not raised:
+        func, error = failed.args
+        if isinstance(error, ToolTimeout):
             raise RuntimeError(
-                f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
-                " inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
+                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
+                "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
             ) from None
-        func, error = raised[0]
-        raise RuntimeError(message(func, error)) from (None if isinstance(error, ToolTimeout) else error)
+        raise RuntimeError(error_of_reward(func, error, columns, of_row)) from error
+    except TimeoutError:
+        raise RuntimeError(
+            f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
+            " inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
+        ) from None
     finally:
         running.cancel()
-    return [values[i] if i in values else next(found) for i in range(len(funcs))]
+    return [next(found) if waits else value for waits, value in zip(is_async, values)]
 
 
-def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
-    """Call a function without `async` on a copy of its columns. It may return an awaitable, which is then awaited.
+def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any:
+    """Call a function on a copy of its columns. It may return an awaitable, which is then awaited.
 
-    At the limit a signal interrupts it, and is repeated until it ends. That ends Python code, sleeps, locks, sockets
-    and subprocesses. If it stays in C, `faulthandler` prints where it hangs after `GRACE` seconds more, and ends the
-    process: otherwise the run, and all of its ranks, would wait for ever.
-
-    Raises `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
+    At the limit a signal interrupts it, and is repeated until it ends. If it stays in C, `faulthandler` prints where
+    it hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever. Raises
+    `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return call_in_thread(func, columns, timeout, device)
-    over, began, runs, late, stopped = threading.Event(), time.monotonic(), True, False, None
+    over, began, runs, late = threading.Event(), time.monotonic(), True, False
 
     def interrupt(signum: int, frame: Any) -> None:
         if late and runs:
@@ -506,91 +435,61 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device
             signal.pthread_kill(threading.main_thread().ident, WAKE)
             over.wait(AGAIN)
 
-    def passing(handler: Callable) -> Callable:
-        def handle(signum: int, frame: Any) -> None:
-            nonlocal stopped
-            try:
-                handler(signum, frame)
-            except Exception as error:  # a signal asks the run to stop
-                stopped = error
-                if runs:
-                    raise OutOfTime from error
+    async def rest() -> Any:
+        return await returned
 
-        return handle
-
-    arguments = own_copy(columns)
-    loop = asyncio._get_running_loop()  # of a notebook: without it, a function may call `asyncio.run`
-    stops = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    stops = {number: handler for number, handler in stops.items() if callable(handler)}
-    alarm, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    arguments, rest.__name__ = own_copy(columns), func.__name__
     signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
     faulthandler.dump_traceback_later(min(timeout, 1e9) + GRACE, exit=True, file=2)
     try:
         try:
-            asyncio._set_running_loop(None)
-            for number, handler in stops.items():
-                signal.signal(number, passing(handler))
             threading.Thread(target=watch, name=f"limit-of-{func.__name__}", daemon=True).start()
             returned = func(**arguments)
         finally:
             runs = False
             over.set()
             faulthandler.cancel_dump_traceback_later()
-            asyncio._set_running_loop(loop)
-            for number, handler in stops.items():
-                signal.signal(number, handler)
-            left = max(timer[0] - (time.monotonic() - began), 0.001) if timer[0] else 0.0
-            signal.setitimer(signal.ITIMER_REAL, left, timer[1])  # an alarm that the function leaves ends with it
-            if alarm is not None:  # None: it was installed by C code
-                signal.signal(signal.SIGALRM, alarm)
-        if late or stopped:  # it caught the interruption, and returns what it returns for whatever fails
+        if late:  # it caught the interruption, and returns what it returns for whatever fails
             raise OutOfTime
     except OutOfTime:
-        raise stopped or ToolTimeout(f"{func.__name__} took longer than {timeout:g} s") from None
+        raise ToolTimeout(f"{func.__name__} took longer than {timeout:g} s") from None
     except (Exception, KeyboardInterrupt):
-        if stopped:
-            raise stopped from None
         raise
     except BaseException as error:  # such as SystemExit, which would end the run without a word
         raise RuntimeError(error_line(error)) from error
     if not inspect.isawaitable(returned):
         return returned
-
-    async def rest() -> Any:
-        return await returned
-
-    rest.__name__ = func.__name__
     return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
 
 
-def call_in_thread(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
-    """Call a function without `async` where training itself does not run in the main thread. No signal works there."""
-    tell_once(
-        "Training does not run in the main thread, so rewards run in other threads, which cannot install signal "
-        "handlers. A time limit with SIGALRM raises ValueError there. Train in the main thread for such rewards.",
-        "rewards in threads",
-    )
-
-    def on_device(**kwargs: Any) -> Any:  # every thread has its own current GPU
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
-
-    on_device.__name__ = func.__name__
-    return run_async(run_tool(on_device, columns, timeout))
+def error_of_reward(func: Callable, error: Exception, columns: dict[str, Any], of_row: Callable[[int], str]) -> str:
+    """Say which function raised what, at which line, and for which rollout."""
+    text, place = error_line(error), place_that_raises(func, error, columns)
+    if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
+        text += f": there is no such column. Columns: {', '.join(columns)}"
+    row = "It does not raise this for any single rollout."
+    if place is not None:
+        trained = {*REWARD_COLUMNS, "turn_contexts"}
+        of_data = {k: v[place] for k, v in columns.items() if k not in trained and isinstance(v, list)}
+        row = f"It raises this for rollout {place} alone, whose row is {row_text(of_data)}{of_row(place)}"
+    return f"Reward {func.__name__} raised {text} ({where_raised(func, error)}). {row}"
 
 
-def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any], call: Callable) -> int | None:
+def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any]) -> int | None:
     """The place of the first rollout for which a function raises alone, the same kind of error at the same line.
 
-    The function is called with each rollout alone, for `SEARCH_SECONDS` at most, and logs nothing meanwhile.
+    Its calls may last `SEARCH_SECONDS` together, and log nothing.
     """
     end = time.monotonic() + SEARCH_SECONDS
     silent = {name: lambda *args: None for name in ("log_extra", "log_metric") if name in columns}
     for place in range(len(columns["prompts"])):
         part = {key: [v[place]] if isinstance(v, list) else v for key, v in columns.items()} | silent
+        seconds = max(end - time.monotonic(), 0.001)
         try:
-            call(func, part, max(end - time.monotonic(), 0.001))
+            if inspect.iscoroutinefunction(func):
+                run_async(run_tool(func, own_copy(part), seconds))
+            else:
+                call_in_time(func, part, seconds)
         except ToolTimeout:
             return None
         except RunStopped:
@@ -602,18 +501,151 @@ def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any],
 
 
 def where_raised(func: Callable, error: BaseException) -> str:
-    """The file and the line of the function's own file that ran last, and of what it called, if that raised.
-
-    >>> import json
-    >>> try:
-    ...     json.loads("{")
-    ... except ValueError as error:
-    ...     where_raised(json.loads, error).rpartition("/")[2].rpartition(",")[0]
-    'decoder.py'
-    """
-    code = getattr(code_of(inspect.unwrap(without_partial(func))), "__code__", None)
+    """The file and the line of the function's own file that ran last, and of what it called, if that raised."""
+    inner = inspect.unwrap(without_partial(func))
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename == getattr(code, "co_filename", None)]
-    return ", which called ".join(
-        dict.fromkeys(f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]])
-    )
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]]]
+    return ", which called ".join(dict.fromkeys(places))
+
+
+# -- the values of reward functions --
+
+
+class Scores(NamedTuple):
+    """What the F reward functions gave for all N rollouts, on the CPU, with K turns in the longest; NaN for None."""
+
+    whole: torch.Tensor  # (N, F) the numbers per rollout, those of the F_turn turn functions first
+    per_turn: torch.Tensor  # (N, K, F_turn) the numbers per turn
+    has_observation: torch.Tensor | None = None  # (N, K) bool
+    sampled: torch.Tensor | None = None  # (N, K) bool: the rollout has this turn
+    state: torch.Tensor | None = None  # (N, K) int64: the hash of the turn's state, -1 without a turn
+    num_tokens: torch.Tensor | None = None  # (N, K) int64: the turn's trained tokens
+
+    def weighted(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The fields of a `RewardTable`: the weighted `outcome`, `rollout_turn` (N,), `turn` (N, K), and the flags.
+
+        >>> scores = Scores(torch.tensor([[NAN, 1.0]]), torch.tensor([[[0.5], [NAN]]]))
+        >>> list(scores.weighted(torch.tensor([2.0, 3.0])).values())[:3]  # NaN where no number was given
+        [tensor([3.]), tensor([nan]), tensor([[1., nan]])]
+        """
+        first, flags = self.per_turn.shape[2], self._asdict()  # the first outcome function
+        # INVARIANT: weight 0 gives no number. With None, 0 times a number would be the reward 0, which is compared.
+        weights = torch.where(weights == 0, NAN, weights)
+        numbers, per_turn = flags.pop("whole") * weights, flags.pop("per_turn") * weights[:first]
+        # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
+        has_outcome = not weights[first:].isnan().all()
+        outcome = nansum(numbers[:, first:], 1) if has_outcome else numbers.new_zeros(len(numbers))
+        return {
+            "outcome": outcome,
+            "rollout_turn": nansum(numbers[:, :first], 1),
+            "turn": nansum(per_turn, 2),
+            **flags,
+        }
+
+    def logged(self) -> torch.Tensor:
+        """(N, F) for TRL's logs: a turn function's sum over the turns, where it gave a list.
+
+        >>> Scores(torch.tensor([[NAN, 1.0]]), torch.tensor([[[0.5], [0.25]]])).logged()
+        tensor([[0.7500, 1.0000]])
+        """
+        sums, logged = nansum(self.per_turn, 1), self.whole.clone()
+        first = sums.shape[1]
+        logged[:, :first] = torch.where(sums.isnan(), logged[:, :first], sums)
+        return logged
+
+    def count_used(self, weights: torch.Tensor, moves: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many numbers each function gave, and how many of these move an advantage, (F,) both; 0 with weight 0."""
+        whole, per_turn, first = ~self.whole.isnan(), ~self.per_turn.isnan(), self.per_turn.shape[2]
+        kinds = ["rollout_turn"] * first + ["outcome"] * (whole.shape[1] - first)
+        used = whole & torch.stack([moves[kind] for kind in kinds], 1)
+        given, moved = whole.sum(0), used.sum(0)
+        given[:first] += per_turn.sum((0, 1))
+        moved[:first] += (per_turn & moves["turn"][:, :, None]).sum((0, 1))
+        return given * (weights != 0), moved * (weights != 0)
+
+
+def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
+    """Raise `ValueError` unless a function returned one value per rollout, which may be a list if `per_turn` is true.
+
+    Such a list has one value per turn. Every value is a finite number or None.
+    """
+    if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
+        raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
+    for i, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+        is_list = isinstance(value, (list, tuple))
+        if is_list and not per_turn:
+            raise ValueError(f"Reward {name} returned a list per rollout. Move it from OUTCOME_ to TURN_REWARD_FUNCS.")
+        if is_list and len(value) != len(rollout.turns):
+            raise ValueError(
+                f"Reward {name} returned {len(value)} values for rollout {i}, which has {len(rollout.turns)} turns. "
+                "Expected a number or None for each turn, also for one without a call."
+            )
+        for number in value if is_list else [value]:
+            if number is not None and not is_finite(number):
+                raise ValueError(
+                    f"Reward {name} returned {number!r:.100}, expected a finite number of at most 3.4e+38, or None "
+                    "for 'does not apply'."
+                )
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a value is a number that is finite in float32. Texts and tensors of several numbers are not.
+
+    >>> [is_finite(number) for number in (1, True, "1", 1j, 10**400, float("nan"), torch.ones(2), torch.ones(1))]
+    [True, True, False, False, False, False, False, True]
+    """
+    try:
+        return not isinstance(number, (str, bytes)) and abs(float(number)) <= torch.finfo(torch.float32).max
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+
+
+def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Scores.whole` and `Scores.per_turn` of this rank's B rollouts. `num_turns` is K, the same on all ranks."""
+    whole = torch.full((len(values[0]), len(values)), NAN)
+    per_turn = torch.full((len(values[0]), num_turns, num_turn_funcs), NAN)
+    for f, column in enumerate(values):
+        for i, value in enumerate(column):
+            if isinstance(value, (list, tuple)):
+                per_turn[i, : len(value), f] = torch.tensor([NAN if v is None else float(v) for v in value])
+            elif value is not None:
+                whole[i, f] = float(value)
+    return whole, per_turn
+
+
+def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two bool tensors (B, K): whether a turn has an observation, and whether the rollout has the turn."""
+    flags = [[turn.has_observation for turn in rollout.turns] for rollout in rollouts]
+    sampled = [[True] * len(row) for row in flags]
+    return pad_rows(flags, num_turns, False, torch.bool), pad_rows(sampled, num_turns, False, torch.bool)
+
+
+def state_numbers(rollout: Rollout) -> list[int]:
+    """One hash per turn that identifies its state: of its `state_key`, or of the tokens that it reads without one.
+
+    INVARIANT: it is the same in every process. So a key is refused whose `repr` may differ, such as a set.
+    """
+    numbers = {}  # turn -> number
+    for record in rollout.records:
+        history = id_hash(record.prompt_ids)
+        for k, turn in zip(record.numbers, record.turns):
+            digest = history.digest()
+            if turn.state_key is not None:
+                if not is_plain(turn.state_key):
+                    raise ValueError(
+                        f"state_key returned {turn.state_key!r}, expected a string, a number or a tuple of them."
+                    )
+                digest = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8).digest()
+            numbers[k] = int.from_bytes(digest[:8], "big") >> 1  # never -1, which means "no turn"
+            id_hash(turn.token_ids + turn.observation_ids, history)
+    return [numbers[k] for k in sorted(numbers)]
+
+
+def is_plain(key: Any) -> bool:
+    """Whether the `repr` of a key is the same in every process."""
+    if isinstance(key, (tuple, list)):
+        return all(map(is_plain, key))
+    return isinstance(key, (str, int, float, type(None)))

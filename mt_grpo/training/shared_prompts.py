@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -32,30 +32,21 @@ KEYWORD = "shared_row"  # the argument of a model's forward that says how a row 
 
 
 @dataclass
-class Segment:
-    """Tokens of a row that follow each other in a conversation. Segments follow each other in the row."""
-
-    length: int
-    context: tuple[int, ...] = ()  # the numbers of the segments before it in the conversation, in its order
-
-
-@dataclass
 class Example:
     """A record, of which some tokens are trained."""
 
     prompt_ids: list[int]  # at least one
     completion_ids: list[int]
-    wanted: Sequence[int | bool]  # whether the logprob of a completion's token is wanted, for each of them
+    trained: Sequence[int | bool]  # of each of the completion's tokens: whether its logprob is wanted
 
 
 @dataclass(eq=False)
 class Node:
-    """Tokens of the tree that all records behind it have, at least one except for the root."""
+    """Tokens of the tree that all records below it have, at least one except for the root."""
 
     ids: list[int]
-    parent: Node | None = None
     children: list[Node] = field(default_factory=list)
-    start: int = 0  # where they stand in the row, once it is laid out
+    number: int = 0  # of its segment in the row, once it is laid out
 
     def add(self, ids: list[int]) -> Node:
         """Put a record below the root, and return its last node. It may end before that node does."""
@@ -69,29 +60,17 @@ class Node:
             if shared == len(ids) - at and shared:
                 return child
             if child is None or shared < min(FEWEST_SHARED, len(child.ids)):
-                node.children.append(Node(ids[at:], node))
+                node.children.append(Node(ids[at:]))
                 return node.children[-1]
-            if shared < len(child.ids):
-                child = child.cut(shared)
+            if shared < len(child.ids):  # its first tokens get a node of their own. It stays the last node of others
+                upper = Node(child.ids[:shared], [child])
+                node.children[node.children.index(child)] = upper
+                child.ids, child = child.ids[shared:], upper
             node, at = child, at + shared
         return node
 
-    def cut(self, length: int) -> Node:
-        """Take the first tokens into a node of their own, which stands before the rest, and return it."""
-        upper = Node(self.ids[:length], self.parent, [self])
-        self.parent.children[self.parent.children.index(self)] = upper
-        self.ids, self.parent = self.ids[length:], upper
-        return upper
 
-    def path(self) -> list[Node]:
-        """From below the root to this node."""
-        found = [self]
-        while found[-1].parent is not None:
-            found.append(found[-1].parent)
-        return found[-2::-1]
-
-
-def common_length(one: list[int], other: list[int], start: int) -> int:
+def common_length(one: list[int], other: list[int], start: int = 0) -> int:
     """How many tokens of `one`, and of `other` from `start` on, are the same from the beginning.
 
     >>> common_length([1, 2, 3], [9, 1, 2, 4], 1)
@@ -106,17 +85,18 @@ def common_length(one: list[int], other: list[int], start: int) -> int:
 class SharedRow:
     """Examples, by their numbers among the B rows of a batch, as one row of L tokens of which S logprobs are wanted.
 
-    `shape` is (B, C), that of the batch's completions. `input_ids` is (1, L), `position_ids` too, or (3, 1, L) of
-    time, height and width where there are pictures. `scored`, (S,), is where the token before a wanted one stands, at
-    least one; `labels`, (1, S), are the wanted tokens, -100 for one that nobody wants. `shown` are the pictures in
-    their order, each once, and `segments` what the attention reads.
+    `shape` is (B, C), that of the batch's completions. `position_ids` are (1, L), or (3, 1, L) of time, height and
+    width where there are images, each of which is in `shown`. `scored`, (S,), is where the token before a wanted one
+    stands; `labels`, (1, S), are the wanted tokens, -100 for one that nobody wants. The row is cut into segments of
+    these `sizes`. The attention of a segment `reads` segments, the last of which is itself, of `num_keys` tokens
+    together.
 
     >>> examples = {0: Example([1, 2, 3], [4, 5], [1, 1]), 1: Example([1, 2, 3], [6, 7, 8], [0, 1, 0])}
     >>> row = SharedRow(examples, (2, 3))
-    >>> row.input_ids, row.position_ids  # behind a record's last wanted token nothing is computed
+    >>> row.input_ids, row.position_ids  # after a record's last wanted token nothing is computed
     (tensor([[1, 2, 3, 4, 6]]), tensor([[0, 1, 2, 3, 3]]))
-    >>> row.scored, row.labels
-    (tensor([2, 3, 4]), tensor([[4, 5, 7]]))
+    >>> row.scored, row.labels, row.reads
+    (tensor([2, 3, 4]), tensor([[4, 5, 7]]), [(0,), (0, 1), (0, 2)])
     >>> row.spread(torch.tensor([[-1.0, -2.0, -3.0]]))
     tensor([[-1., -2.,  0.],
             [ 0., -3.,  0.]])
@@ -125,57 +105,50 @@ class SharedRow:
     def __init__(self, examples: dict[int, Example], shape: tuple[int, int], device: torch.device | str = "cpu"):
         self.shape, self.device = shape, torch.device(device)
         parts = [ids for each in examples.values() for ids in (each.prompt_ids, each.completion_ids)]
-        self._flat = not is_picture(max((max(ids, default=0) for ids in parts), default=0))
-        self._masks: dict[tuple, torch.Tensor | None] = {}
+        flat = not is_picture(max((max(ids, default=0) for ids in parts), default=0))
+        self._masks: dict[tuple, torch.Tensor] = {}
         root, ends = Node([]), {}
         for number, example in examples.items():
-            if wanted := [k for k, flag in enumerate(example.wanted) if flag]:
+            if wanted := [k for k, flag in enumerate(example.trained) if flag]:
                 # The prompt first, so that it is whole for the group whatever its completions begin with.
                 root.add(example.prompt_ids)
                 ends[number] = root.add(example.prompt_ids + example.completion_ids[: wanted[-1]]), wanted
         if not ends:  # a model's forward pass needs one token, and the head one position
             root.add(next(iter(examples.values())).prompt_ids[-1:])
-        self.segments, ids, positions = self._lay_out(root)
+        self.sizes: list[int] = []
+        self.reads: list[tuple[int, ...]] = []
+        starts, ids, positions = [], [], []
+        waiting = [(node, (), 0) for node in reversed(root.children)]
+        while waiting:
+            node, context, first = waiting.pop()
+            node.number = len(self.sizes)
+            starts.append(len(ids))
+            self.sizes.append(len(node.ids))
+            self.reads.append((*context, node.number))
+            own, after = positions_of(node.ids, first, flat)
+            ids += node.ids
+            positions += own
+            waiting += [(child, self.reads[-1], after) for child in reversed(node.children)]
+        self.num_keys = [sum(self.sizes[k] for k in reads) for reads in self.reads]
         scored, labels, cells = [], [], []
         for number, (end, wanted) in ends.items():
             example = examples[number]
-            places = [node.start + k for node in end.path() for k in range(len(node.ids))]
+            places = [starts[n] + k for n in self.reads[end.number] for k in range(self.sizes[n])]
             scored += [places[len(example.prompt_ids) + k - 1] for k in wanted]
             labels += [example.completion_ids[k] for k in wanted]
             cells += [number * shape[1] + k for k in wanted]
         if not ends:
             scored, labels, cells = [0], [-100], [shape[0] * shape[1]]
-        self.shown = [] if self._flat else pictures_in(ids)
+        self.shown = [] if flat else pictures_in(ids)
         self.input_ids = self._tensor([with_placeholders(ids) if self.shown else ids])
-        self.position_ids = self._tensor([positions]) if self._flat else self._tensor(positions).T[:, None]
+        self.position_ids = self._tensor([positions]) if flat else self._tensor(positions).T[:, None]
         self.scored, self.labels, self._cells = self._tensor(scored), self._tensor([labels]), self._tensor(cells)
-
-    def _lay_out(self, root: Node) -> tuple[list[Segment], list[int], list[Any]]:
-        """(segments, ids, positions): each node behind its parent."""
-        segments: list[Segment] = []
-        ids: list[int] = []
-        positions: list[Any] = []
-        waiting = [(node, (), 0) for node in reversed(root.children)]
-        while waiting:
-            node, context, first = waiting.pop()
-            node.start = len(ids)
-            here = (*context, len(segments))
-            segments.append(Segment(len(node.ids), context))
-            ids += node.ids
-            own, behind = positions_of(node.ids, first, self._flat)
-            positions += own
-            waiting += [(child, here, behind) for child in reversed(node.children)]
-        return segments, ids, positions
 
     def _tensor(self, values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
-
-    def features(self) -> dict[str, torch.Tensor]:
-        """The image inputs of the model's forward pass, such as `pixel_values`."""
-        return {name: values.to(self.device) for name, values in features_of(self.shown).items()}
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(1, S) of the wanted tokens as (B, C) of the batch, 0 elsewhere."""
@@ -184,51 +157,39 @@ class SharedRow:
         return flat[:-1].view(rows, width)
 
     @cached_property
-    def sizes(self) -> list[int]:
-        return [segment.length for segment in self.segments]
-
-    def num_before(self, segment: Segment) -> int:
-        """The number of tokens of a segment's context."""
-        return sum(self.sizes[k] for k in segment.context)
-
-    @cached_property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """The row as an attention kernel for sequences of different lengths reads it: each segment is one sequence.
 
-        (where the tokens stand that each segment reads, its context and itself; sums of lengths so far of the
-        segments, (segments + 1,), and of what they read; the longest of both).
+        (where the tokens stand that each segment reads; ends of the segments, and of what they read; the longest of
+        both).
         """
         places = torch.arange(len(self)).split(self.sizes)
-        keys = [places[k] for number, segment in enumerate(self.segments) for k in (*segment.context, number)]
-        num_keys = [self.num_before(segment) + segment.length for segment in self.segments]
-        ends = (torch.tensor([0, *each]).cumsum(0, dtype=torch.int32) for each in (self.sizes, num_keys))
-        return *(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys)
+        keys = torch.cat([places[k] for reads in self.reads for k in reads])
+        ends = (torch.tensor([0, *each]).cumsum(0, dtype=torch.int32) for each in (self.sizes, self.num_keys))
+        return *(each.to(self.device) for each in (keys, *ends)), max(self.sizes), max(self.num_keys)
 
     def forget_masks(self) -> None:
         """Free the masks after the last pass that reads this row, which is the backward pass if there is one."""
         self._masks.clear()
 
-    def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
-        """The additive attention mask of a segment, (its tokens, tokens that it reads). None if it reads all of them.
+    def mask(self, length: int, num_keys: int, like: torch.Tensor) -> torch.Tensor | None:
+        """The additive attention mask of a segment, (length, num_keys). None if it reads all of these tokens.
 
         It is made once for all layers, in the layers' type: what SDPA makes of booleans is kept for each layer.
         """
-        if segment.length == 1:
-            return None
-        key = (segment.length, self.num_before(segment), like.dtype, like.device)
-        if key not in self._masks:
-            shape = segment.length, self.num_before(segment) + segment.length
-            hidden = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device)
-            self._masks[key] = hidden.triu(self.num_before(segment) + 1)
-        return self._masks[key]
+        key = (length, num_keys, like.dtype, like.device)
+        if length > 1 and key not in self._masks:
+            hidden = torch.full((length, num_keys), float("-inf"), dtype=like.dtype, device=like.device)
+            self._masks[key] = hidden.triu(num_keys - length + 1)
+        return self._masks.get(key)
 
 
 def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int]:
-    """(positions of a node's tokens from `first` on, the position behind them).
+    """(positions of a node's tokens from `first` on, the position after them).
 
-    Where a row has pictures (it is not `flat`) each position is (time, height, width), that of Qwen's models (M-RoPE,
-    arXiv 2409.12191): all three of text go on by 1. A picture has one time, and its rows and columns count from there.
-    What follows begins behind the largest of them.
+    Where a row has images (it is not `flat`) each is (time, height, width), that of Qwen's models (M-RoPE, arXiv
+    2409.12191). An image has one time, and its rows and columns count from there. What follows begins after the
+    largest.
 
     >>> positions_of([7, 8], 3, True), positions_of([7, 8], 3, False)
     (([3, 4], 5), ([(3, 3, 3), (4, 4, 4)], 5))
@@ -247,31 +208,24 @@ def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int
     return positions, first
 
 
-KERNELS: dict[tuple, Callable | None] = {}  # by the heads, their size, type and device: what works for them
-
-
 def kernel_of(query: torch.Tensor, key: torch.Tensor) -> Callable | None:
     """PyTorch's attention for sequences of different lengths: on GPUs, in half precision, where it works."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return None
-    shape = (query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
-    if shape not in KERNELS:
-        KERNELS[shape] = working_kernel(query, key)
-    return KERNELS[shape]
+    return working_kernel(query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
 
 
-def working_kernel(query: torch.Tensor, key: torch.Tensor) -> Callable | None:
+@cache
+def working_kernel(heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Callable | None:
     """The kernel, if it computes a small row of these heads, forward and backward. Else a warning says why not."""
-    row = SharedRow({0: Example([1, 2], [3, 4], [1, 1]), 1: Example([1, 2], [5, 6], [1, 1])}, (2, 2), query.device)
+    row = SharedRow({0: Example([1, 2], [3, 4], [1, 1]), 1: Example([1, 2], [5, 6], [1, 1])}, (2, 2), device)
     try:
         from torch.nn.attention.varlen import varlen_attn
 
         with torch.enable_grad():
-            inputs = [
-                torch.randn(1, like.shape[1], len(row), like.shape[3], dtype=like.dtype, device=like.device)
-                for like in (query, key, key)
-            ]
-            by_kernel(varlen_attn, *(each.requires_grad_() for each in inputs), row, None).sum().backward()
+            shapes = [(1, number, len(row), size) for number in (heads, key_heads, key_heads)]
+            inputs = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+            by_kernel(varlen_attn, *inputs, row, None).sum().backward()
     except Exception as error:  # of an older PyTorch, this GPU, or this size of heads
         logger.warning(f"PyTorch's varlen_attn does not work here. SDPA is used: {type(error).__name__}: {error}")
         return None
@@ -306,8 +260,6 @@ def attention(
 
     INVARIANT: the layout comes as an argument. Gradient checkpointing calls this again in the backward pass, when
     another row may be the present one.
-
-    From (1, heads, L, size of a head) to (1, L, heads, size of a head), and no attention weights.
     """
     if shared_row is None:
         return sdpa_attention_forward(
@@ -325,15 +277,15 @@ def attention(
     outputs = []
     # Split, and not cut out one by one: each cut would have a gradient as long as the row.
     queries, keys, values = (x.split(shared_row.sizes, 2) for x in (query, key, value))
-    for number, segment in enumerate(shared_row.segments):
-        reads = (*segment.context, number)
+    for each, reads, num_keys in zip(queries, shared_row.reads, shared_row.num_keys):
         own_keys, own_values = (
-            torch.cat([x[k] for k in reads], 2) if segment.context else x[number] for x in (keys, values)
+            torch.cat([x[k] for k in reads], 2) if len(reads) > 1 else x[reads[0]] for x in (keys, values)
         )
-        alone = not segment.context and segment.length > 1
-        mask = None if alone else shared_row.mask(segment, query)
+        length = each.shape[2]
+        alone = length == num_keys > 1
+        mask = None if alone else shared_row.mask(length, num_keys, query)
         masks = {"attn_mask": mask, "is_causal": alone, "scale": scaling, "enable_gqa": grouped}
-        outputs.append(F.scaled_dot_product_attention(queries[number], own_keys, own_values, **masks))
+        outputs.append(F.scaled_dot_product_attention(each, own_keys, own_values, **masks))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
@@ -367,5 +319,5 @@ def forward_inputs(row: SharedRow) -> dict[str, Any]:
         "shift_labels": row.labels,
         "fused_lm_head": True,
         KEYWORD: row,
-        **row.features(),
+        **{name: values.to(row.device) for name, values in features_of(row.shown).items()},
     }

@@ -1,10 +1,9 @@
-"""Three checks that training reads the tokens of inference.
+"""Two checks that training reads the tokens of inference.
 
 ids   each turn began with the ids that the backend reports to have read, and consists of those that it sampled
-mask  the trained tokens of a record are those that were sampled for it, and no others
 text  a record's text is what the chat template makes of the whole conversation
 
-The first two always hold. Texts may differ because of the template, which may leave out earlier thinking: a difference
+The first always holds. Texts may differ because of the template, which may leave out earlier thinking: a difference
 that the same comparison finds in a correct conversation is attributed to the template, and not logged.
 """
 
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from accelerate.utils import gather_object
 
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.rollout import IdHash, Record, Rollout, ToolCall, ToolResult, Turn, join, with_turns
+from mt_grpo.rollout import Record, Rollout, ToolCall, ToolResult, Turn, id_hash, join, with_turns
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ SAMPLED, READ = "in a turn", "between turns"
 class Difference(NamedTuple):
     """A difference that a check found."""
 
-    check: str  # ids, mask, text
+    check: str  # ids, text
     kind: str
     place: str
     shown: str  # with what stands around it
@@ -85,15 +84,11 @@ def compare(
 ) -> list[Difference]:
     """How a text, in parts of which is known whether they were sampled, differs from another one.
 
-    What the template writes behind the last turn is no difference.
-
     >>> parts = [("U: 1? A:", False), ("<think>so</think> 2.", True), (" U: 3? A:", False), (" 4", True)]
     >>> compare(parts, "U: 1? A:<think>so</think> 2. U: 3? A: 4", ("<think>", "</think>"))
     []
     >>> [found[1:3] for found in compare(parts, "U: 1? A: 2.\\nU: 3? A: 4", ("<think>", "</think>"))]
     [('thinking', 'in a turn'), ('white space', 'between turns')]
-    >>> [found[1:3] for found in compare(parts, "U: 1? A:<think>so</think> 2. U: 5? A: 4", ("<think>", "</think>"))]
-    [('text', 'between turns')]
     """
     found: list[Difference] = []
     for name, kept in variants(parts, thinking):
@@ -217,19 +212,19 @@ def faultless(env: Any, texts: tuple[str, ...], calls: list[ToolCall]) -> Rollou
     return rollout
 
 
-CHECKS = ("ids", "mask", "text")
+CHECKS = ("ids", "text")
 COMPARED = 8  # rollouts per batch and rank whose texts are compared: it takes milliseconds for each
 reported: set[tuple] = set()
 
 
-# -- ids and mask --
+# -- ids --
 
 
 def check_ids(record: Record) -> list[Difference]:
     """Turns whose ids differ from those that the backend read or sampled. Turns without its report are skipped.
 
-    >>> from mt_grpo.rollout import Generation, Turn
-    >>> sampled = Generation([5, 6, 7], None, "stop", IdHash([1, 2]).digest())
+    >>> from mt_grpo.rollout import Generation, Turn, hash_of_ids
+    >>> sampled = Generation([5, 6, 7], None, "stop", hash_of_ids([1, 2]))
     >>> turn = Turn([5, 6], None, "", "stop", generations=[sampled])
     >>> check_ids(Record([1, 2], [turn])), [found.kind for found in check_ids(Record([1, 3], [turn]))]
     ([], ['read'])
@@ -237,91 +232,54 @@ def check_ids(record: Record) -> list[Difference]:
     >>> [found.kind for found in check_ids(Record([1, 2], [turn]))]
     ['sampled']
     """
-    seen = IdHash(record.prompt_ids)
+    seen = id_hash(record.prompt_ids)
     for number, turn in zip(record.numbers or range(len(record.turns)), record.turns):
         before, ids = seen.copy(), []
         for generation in turn.generations:
             if generation.saw not in (None, before.digest()):
                 return [Difference("ids", "read", f"before turn {number}", "other ids than the record has")]
-            before.add(generation.token_ids)
+            id_hash(generation.token_ids, before)
             ids += generation.token_ids
         if turn.generations and turn.token_ids != ids[: len(turn.token_ids)]:
             k = next((k for k, (a, b) in enumerate(zip(turn.token_ids, ids)) if a != b), len(ids))
             shown = f"{turn.token_ids[k : k + 5]} in the record, {ids[k : k + 5]} from the backend"
             return [Difference("ids", "sampled", f"turn {number}, token {k}", shown)]
-        seen.add(turn.token_ids + turn.observation_ids)
+        id_hash(turn.token_ids + turn.observation_ids, seen)
     return []
-
-
-def check_mask(record: Record, mask: list[int]) -> list[Difference]:
-    """Tokens of a record that are trained but were not sampled for it, or the other way round.
-
-    >>> from mt_grpo.rollout import Turn
-    >>> record = Record([1], [Turn([5, 6], None, "", "stop", observation_ids=[9]), Turn([7], None, "", "stop")])
-    >>> check_mask(record, [1, 1, 0, 1]), check_mask(record, [0, 1, 1, 1])[0].place
-    ([], 'token 0')
-    """
-    expected: list[int] = []
-    for turn in record.turns:
-        own = [1] * len(turn.token_ids) if turn.mask is None else list(turn.mask)
-        expected += own if turn.trained else [0] * len(own)
-        expected += [0] * len(turn.observation_ids)
-    if mask == expected:
-        return []
-    k = next((k for k, (a, b) in enumerate(zip(mask, expected)) if a != b), min(len(mask), len(expected)))
-    return [Difference("mask", "mask", f"token {k}", f"{mask[k : k + 8]}, expected {expected[k : k + 8]}")]
 
 
 # -- a batch --
 
 
 def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, float]:
-    """The share of rollouts, over all ranks, in which each check found a difference. Collective.
-
-    A kind of difference is logged once.
-    """
+    """The share of all ranks' rollouts in which each check found a difference, logged once per kind. Collective."""
     if args.tokenization_sanity_check_mode in ("off", "disable"):
         return {}
     counts, compared, found = check_batch(rollouts, env, args.tokenization_sanity_check_mode)
-    reports = gather_object([(counts, compared)])
     for each in found:
         kind = each[:3] if each.check == "text" else each[:2]
         if kind not in reported:
             reported.add(kind)
-            logger.warning(f"{text_of(each)} This kind of difference is logged once; the metrics tokens/* count it.")
-    return {
-        f"tokens/{check}_differ": sum(own[check] for own, _ in reports) / max(1, sum(own[check] for _, own in reports))
-        for check in CHECKS
-    }
+            logger.warning(
+                f"Training and inference differ (tokenization_sanity_check_mode, check {each.check}): {each.kind}, "
+                f"{each.place}: {each.shown}. It is logged once per kind; the metrics tokens/* count it."
+            )
+    counts, compared = (map(sum, zip(*each)) for each in zip(*gather_object([(counts, compared)])))
+    return {f"tokens/{check}_differ": n / max(1, most) for check, n, most in zip(CHECKS, counts, compared)}
 
 
-def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dict, list[Difference]]:
-    """(number of rollouts with a difference per check, number of compared rollouts per check, differences)."""
-    counts, found_here = dict.fromkeys(CHECKS, 0), []
+def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[list[int], list[int], list[Difference]]:
+    """(numbers of rollouts with a difference, numbers of compared rollouts, both per check; differences)."""
     # Turns that no backend has given an account of are somebody's own, as of a fork that makes rollouts up.
     trained = [r for r in rollouts if not r.failed and r.turns and all(turn.generations for turn in r.turns)]
     # A format of a fork's own may lack what renders conversations to compare with.
     compares = getattr(env, "renders_all", True) and isinstance(env.format_of(env.tokenizer), ChatFormat)
-    rendered = min(len(trained), COMPARED) if compares else 0
-    for number, rollout in enumerate(trained):
-        found = join([check_ids(record) + check_mask(record, record.loss_mask) for record in rollout.records])
-        if number < rendered:
-            texts = join([check_text(rollout, record, env) for record in rollout.records])
-            passed = listed(env) if texts else set()
-            found += [
-                each
-                for each in texts
-                if each.key not in passed and not (mode == "ignore_strippable" and each.kind == WHITE_SPACE)
-            ]
-        for check in {each.check for each in found}:
-            counts[check] += 1
-        found_here += found
-    return counts, {"ids": len(trained), "mask": len(trained), "text": rendered}, found_here
-
-
-def text_of(found: Difference) -> str:
-    """Format a difference as a log message."""
-    return (
-        f"Training and inference differ (tokenization_sanity_check_mode, check {found.check}): {found.kind}, "
-        f"{found.place}: {found.shown}."
-    )
+    rendered = trained[:COMPARED] if compares else []
+    of_ids = [join(map(check_ids, rollout.records)) for rollout in trained]
+    of_texts = [join(check_text(rollout, record, env) for record in rollout.records) for rollout in rendered]
+    passed = listed(env) if any(of_texts) else set()
+    of_texts = [
+        [each for each in found if each.key not in passed and (mode == "strict" or each.kind != WHITE_SPACE)]
+        for found in of_texts
+    ]
+    return [sum(map(bool, each)) for each in (of_ids, of_texts)], [len(of_ids), len(of_texts)], join(of_ids + of_texts)

@@ -36,7 +36,7 @@ from mt_grpo.recipe.data import load_rows
 from mt_grpo.reports.rollout_log import json_or_text, rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import NAN, Batch
-from mt_grpo.training.reward_numbers import turn_flags
+from mt_grpo.training.rewards import turn_flags
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
 ANSWER = "<answer>5</answer>"

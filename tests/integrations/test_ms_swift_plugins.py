@@ -8,7 +8,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 from scripted_schedulers import PLUGINS, TOKENIZER, answer, run, step_by, user
 
 from mt_grpo.integrations.ms_swift import paths as swift_paths
@@ -117,7 +116,7 @@ def test_every_example_reward_gives_what_it_gives_in_the_main_thread(name, servi
     here = reward(completions_of(conversations), **columns_of(conversations), **columns, trainer_state=state)
     here = asyncio.run(here) if inspect.isawaitable(here) else here
     given = {"prompts": [[], []], "environments": conversations, "trainer_state": state, **columns}
-    (trained,) = run_rewards([as_reward(name, settings, settings)], given, 60.0, torch.device("cpu"))
+    (trained,) = run_rewards([as_reward(name, settings, settings)], given, 60.0)
     assert here == trained == right
 
 

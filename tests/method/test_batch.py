@@ -481,7 +481,7 @@ def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves(
     async def keep_async(**columns):
         return keep(**columns)
 
-    run_rewards([keep, keep_async, keep], columns, 10.0, torch.device("cpu"))
+    run_rewards([keep, keep_async, keep], columns, 10.0)
     assert len(seen) == 3 and all(got == columns for got in seen)  # equal, and nothing of it is the same object
     for got in (columns, *seen):
         others = [other for other in (columns, *seen) if other is not got]

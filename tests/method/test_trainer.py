@@ -38,8 +38,7 @@ from mt_grpo.recipe.checks import check_tied_lora, share_limits
 from mt_grpo.recipe.parse import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run.in_flight import GroupInFlight
-from mt_grpo.training.reward_numbers import state_numbers
-from mt_grpo.training.rewards import run_rewards
+from mt_grpo.training.rewards import run_rewards, state_numbers
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -522,7 +521,7 @@ def test_async_rewards_wait_at_the_same_time():
 
         return reward
 
-    values = run_rewards([make(1), make(2), make(3)], reward_columns(), 10.0, torch.device("cpu"))
+    values = run_rewards([make(1), make(2), make(3)], reward_columns(), 10.0)
     assert values == [[1] * 6, [2] * 6, [3] * 6]
 
 

@@ -12,16 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from aiohttp import web
 
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
-from mt_grpo.training.reward_numbers import check_reward_values
-from mt_grpo.training.rewards import run_rewards
+from mt_grpo.training.rewards import check_reward_values, run_rewards
 
 PATH = Path(__file__).resolve().parents[2] / "rewards/judge_reward.py"
 KEY = "sk-secret-0123456789"
-CPU = torch.device("cpu")
 
 
 class JudgeServer:
@@ -510,9 +507,7 @@ def columns(rollouts):
 def test_both_rewards_through_the_trainer(judge, server):
     server.reply = lambda prompt: "8" if "\n<call>\n" in prompt else "10" if "\nNorway\n</answer>" in prompt else "0"
     rollouts = [[call("Rollo"), final("Norway")], [final("Denmark")], [call("Rollo"), call("Viking")]]
-    values = run_rewards(
-        [judge.judged_turn_reward_func, judge.judged_answer_reward_func], columns(rollouts), 30.0, CPU
-    )
+    values = run_rewards([judge.judged_turn_reward_func, judge.judged_answer_reward_func], columns(rollouts), 30.0)
     assert values == [[[0.8, None], [None], [0.8, 0.8]], [1.0, 0.0, 0.0]]
     for name, per_turn in (("turn", True), ("answer", False)):
         check_reward_values(
@@ -523,5 +518,5 @@ def test_both_rewards_through_the_trainer(judge, server):
 def test_a_judge_that_hangs_ends_by_reward_timeout(judge, server):
     server.reply = lambda prompt: asyncio.sleep(3600)
     with pytest.raises(RuntimeError, match="judged_turn_reward_func took longer"):
-        run_rewards([judge.judged_turn_reward_func], columns([[call("Rollo")]]), 0.3, CPU)
+        run_rewards([judge.judged_turn_reward_func], columns([[call("Rollo")]]), 0.3)
     wait_until_nobody_is_asked(server)

@@ -20,7 +20,6 @@ from mt_grpo.training.passes import (
     Pass,
     TrainedRow,
     balance,
-    cost,
     dummy_row,
     fill,
     fill_together,
@@ -208,7 +207,7 @@ def test_a_row_that_fills_up_a_pass_trains_nothing():
         "tool_mask": torch.ones(2, dtype=torch.long), "advantages": torch.tensor([0.5, 0.25]),
         "importance_sampling_ratio": torch.tensor([0.9, 0.8]), "old_per_token_logps": torch.tensor([-1.0, -2.0]),
     }  # fmt: skip
-    filler = dummy_row(TrainedRow(values, [7, 8, 9], [5, 6], [True, True]))
+    filler = dummy_row(TrainedRow([7, 8, 9], [5, 6], [True, True], values))
     assert {key: value.tolist() for key, value in filler.values.items()} == {
         "prompt_ids": [9], "prompt_mask": [1], "completion_ids": [0], "completion_mask": [0], "tool_mask": [0],
         "advantages": [0.0], "importance_sampling_ratio": [1.0], "old_per_token_logps": [0.0],
@@ -295,7 +294,7 @@ def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
 
 def rows_with(*lengths, prompt=None, trained=99):
     """A row per number of completion tokens, at most `trained` of which are. Its prompt is one token, or `prompt`."""
-    return [TrainedRow({}, prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
+    return [TrainedRow(prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
 
 
 def numbers(bins):
@@ -322,8 +321,7 @@ def test_rows_of_a_micro_batch_have_no_padding():
 
 def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
     ids, mask = torch.tensor([[0, 7, 5, 6, 0], [8, 9, 5, 5, 6]]), torch.tensor([[0, 1, 1, 1, 0], [1] * 5])
-    trainer = SimpleNamespace(layout=SimpleNamespace(proof=None))
-    trainer.batch = SimpleNamespace(loss_masks=[[1, 0], [0, 0.5, 1]])
+    trainer = SimpleNamespace(batch=SimpleNamespace(loss_masks=[[1, 0], [0, 0.5, 1]]))
     one, two = rows_of_ids(trainer, ids, mask, 3)
     assert (one.prompt_ids, one.completion_ids, one.trained, one.number) == ([7], [5, 6], [True, False], 0)
     assert (two.prompt_ids, two.completion_ids, two.trained, two.number) == ([8, 9], [5, 5, 6], [False, True, True], 1)
@@ -331,18 +329,8 @@ def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
         "prompt_ids": [7], "prompt_mask": [1], "completion_ids": [5, 6], "completion_mask": [1, 1], "tool_mask": [1, 0]
     }  # fmt: skip
     assert {value.dtype for value in one.values.values()} == {torch.long}
-    trainer.batch, trainer.layout.proof = None, 0.0
-    assert [(each.values, each.trained) for each in rows_of_ids(trainer, ids, mask, 3)] == [
-        ({}, [True] * n) for n in (2, 3)
-    ]
-
-
-def test_what_a_pass_computes():
-    a, b = (TrainedRow({}, [1, 2, 3], ids, trained) for ids, trained in (([4, 5], [1, 0]), ([6, 7, 8], [0, 1, 0])))
-    untrained = TrainedRow({}, [9, 9], [4] * 4, [0] * 4)
-    assert [each.own for each in (a, b, untrained)] == [1, 2, 0]
-    assert cost([a, b, untrained], True) == 2 + 1 + 2  # the last token of a prompt is read where a token is wanted
-    assert cost([a, b, untrained], False) == 3 * (3 + 4)
+    trainer.batch = None
+    assert [each.trained for each in rows_of_ids(trainer, ids, mask, 3)] == [[True] * 2, [True] * 3]
 
 
 def test_what_stays_together():
@@ -488,7 +476,7 @@ def test_rows_change_ranks_where_one_would_wait(monkeypatch, first, second, expe
 
 
 def test_a_row_that_changes_ranks_takes_no_more_along_than_itself():
-    row = TrainedRow({"advantages": torch.arange(8.0)[2:4]}, [7], [5, 6], [True, True], group=3)
+    row = TrainedRow([7], [5, 6], [True, True], {"advantages": torch.arange(8.0)[2:4]}, group=3)
     moved = row.to("cpu")
     assert moved.values["advantages"].tolist() == [2.0, 3.0] and (moved.completion_ids, moved.group) == ([5, 6], 3)
     assert moved.values["advantages"].untyped_storage().nbytes() == 2 * 4

@@ -213,16 +213,6 @@ def test_an_error_that_passes_is_asked_again_and_another_is_told(monkeypatch):
         of_servers(server).logprobs([[1]], [[7]])
 
 
-def test_a_server_that_cannot_score_leaves_the_others_which_are_asked_in_turn(monkeypatch):
-    monkeypatch.setattr(policy_scores, "PAUSE", 0.0)
-    busy, *others = servers = [Server(k) for k in range(3)]
-    busy.score = lambda ids, timeout: (_ for _ in ()).throw(ServerLost("503"))
-    policy = of_servers(*servers)
-    for _ in range(4):  # of one pair each
-        assert policy.logprobs([[1]], [[7]])[0][0] in (1.0, 2.0)
-    assert all(server.asked > 0 for server in others)
-
-
 def test_what_does_not_fit_is_told_before_it_is_asked():
     policy = of_servers(Server(0))  # a context of 10, of which one token is left to be sampled
     assert policy.fits([1] * 8, [2]) and not policy.fits([1] * 9, [2]) and not policy.fits([1], [])

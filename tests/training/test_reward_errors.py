@@ -5,7 +5,6 @@ import re
 import traceback
 
 import pytest
-import torch
 from test_rows import written
 from test_trainer import settings
 
@@ -74,7 +73,7 @@ def error_of(func, answers, **columns):
     count = len(answers)
     columns = {"prompts": [[]] * count, "completions": [[]] * count, "answer": answers, **columns}
     with pytest.raises(RuntimeError) as raised:
-        run_rewards([func], columns, 30.0, torch.device("cpu"))
+        run_rewards([func], columns, 30.0)
     return str(raised.value)
 
 

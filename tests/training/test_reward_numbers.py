@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from mt_grpo.base.errors import RunError
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.further_credit import check_advantages
-from mt_grpo.training.reward_numbers import Scores, check_reward_values, reward_tensors
+from mt_grpo.training.rewards import Scores, check_reward_values, reward_tensors
 from mt_grpo_trainer import RewardTable
 
 NAN = float("nan")

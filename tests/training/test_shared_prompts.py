@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from mt_grpo.training import shared_prompts
 from mt_grpo.training.layouts import why_not_in_model
-from mt_grpo.training.shared_prompts import Example, Segment, SharedRow, forward_inputs, take_shared_rows
+from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -93,7 +93,7 @@ def check_model(model, seed: int) -> None:
     expected, total = torch.zeros(2, 20, width), 0.0
     for number, example in examples.items():
         if example.completion_ids:
-            found = alone(model, example) * torch.tensor(example.wanted)
+            found = alone(model, example) * torch.tensor(example.trained)
             expected[:, number, : found.shape[1]] = found.detach()
             total = total + (found[0] * weights[0, number, : found.shape[1]]).sum()
     total.backward()
@@ -189,13 +189,13 @@ def test_a_row_of_two_prompts():
     )  # fmt: skip
     assert row.input_ids.tolist() == [[7, 8, 9, 1, 6, 5]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 3, 0]]
-    assert row.segments == [Segment(3), Segment(1, (0,)), Segment(1, (0,)), Segment(1)]
+    assert (row.sizes, row.reads) == ([3, 1, 1, 1], [(0,), (0, 1), (0, 2), (3,)])
     assert (row.scored.tolist(), row.labels.tolist()) == ([2, 3, 5, 4], [[1, 2, 3, 6]])
     spread = row.spread(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]))
     assert spread.tolist() == [[-1, -2, 0], [0, 0, 0], [-3, 0, 0], [0, -4, 0]]
     hidden = float("-inf")
-    assert row.mask(Segment(2, (1,)), torch.zeros(1)).tolist() == [[0, 0, hidden], [0, 0, 0]]
-    assert row.mask(row.segments[1], torch.zeros(1)) is None
+    assert row.mask(2, 3, torch.zeros(1)).tolist() == [[0, 0, hidden], [0, 0, 0]]
+    assert row.mask(1, 4, torch.zeros(1)) is None
 
 
 def test_what_records_begin_with_stands_once():
@@ -212,11 +212,11 @@ def test_what_records_begin_with_stands_once():
         3: Example([*system, 70], [71, 72, 74], [1, 1, 1]),
     }
     row = SharedRow(examples, (4, 21))
-    assert row.segments == [
-        Segment(20),  # of all
-        Segment(1, (0,)), Segment(19, (0, 1)),  # 20, and 21 to 39
-        Segment(1, (0, 1, 2)), Segment(1, (0, 1, 2)), Segment(1, (0, 1, 2, 4)),  # 50; 60, and 61
-        Segment(1, (0,)), Segment(2, (0, 6)),  # 70; 71 and 72, of both
+    assert list(zip(row.sizes, row.reads)) == [
+        (20, (0,)),  # of all
+        (1, (0, 1)), (19, (0, 1, 2)),  # 20, and 21 to 39
+        (1, (0, 1, 2, 3)), (1, (0, 1, 2, 4)), (1, (0, 1, 2, 4, 5)),  # 50; 60, and 61
+        (1, (0, 6)), (2, (0, 6, 7)),  # 70; 71 and 72, of both
     ]  # fmt: skip
     assert row.input_ids[0].tolist() == [*system, 20, *range(21, 40), 50, 60, 61, 70, 71, 72]
     assert row.position_ids[0].tolist() == [*range(40), 40, 40, 41, 20, 21, 22]
@@ -250,7 +250,7 @@ def test_a_tree_gives_back_what_was_put_in():
             for k, label in enumerate(example.completion_ids):
                 place, before = row.scored[at].item(), whole[: length + k]
                 number = max(n for n, start in enumerate(starts) if start <= place)
-                read = [starts[c] + i for c in row.segments[number].context for i in range(row.sizes[c])]
+                read = [starts[c] + i for c in row.reads[number][:-1] for i in range(row.sizes[c])]
                 read += range(starts[number], place + 1)
                 assert [ids[i] for i in read] == before and row.labels[0, at] == label
                 assert row.position_ids[0, place] == len(before) - 1
@@ -289,6 +289,5 @@ def test_a_kernel_for_sequences_reads_what_sdpa_reads():
     expected, _ = shared_prompts.attention(SimpleNamespace(), query, key, value, None, 0.3, shared_row=row)
     found = shared_prompts.by_kernel(kernel, query, key, value, row, 0.3)
     assert found.shape == expected.shape and (found - expected).abs().max() < 1e-6
-    most_keys = max(segment.length + row.num_before(segment) for segment in row.segments)
-    assert calls == [(max(row.sizes), most_keys, (-1, 0))]
+    assert calls == [(max(row.sizes), max(row.num_keys), (-1, 0))]
     assert shared_prompts.kernel_of(query, key) is None  # on a CPU

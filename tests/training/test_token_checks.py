@@ -14,7 +14,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.samples import BadAnswer, read_completion
 from mt_grpo.recipe.plugins import load_conversation
-from mt_grpo.rollout import Context, TurnTokens, hash_of_ids
+from mt_grpo.rollout import Context, hash_of_ids
 from mt_grpo.training import token_checks
 from mt_grpo.training.token_checks import check_batch
 
@@ -37,8 +37,8 @@ def conversation(cls=mt.MultiTurnToolEnv, turns=None, tokenizer=TOKENIZER, **set
 
 def found_in(rollouts, env, mode="strict"):
     counts, compared, found = check_batch(rollouts, env, mode)
-    assert compared == {"ids": 1, "mask": 1, "text": 1}
-    return {check for check, count in counts.items() if count}, found
+    assert compared == [1, 1]
+    return {check for check, count in zip(token_checks.CHECKS, counts) if count}, found
 
 
 class Retokenised(mt.MultiTurnToolEnv):
@@ -102,13 +102,6 @@ def test_a_fault_is_found_by_its_check(name):
     cls, check, kind, place = FAULTS[name]
     checks, (found, *_) = found_in(*conversation(cls))
     assert checks == {check} and (found.kind, found.place) == (kind, place)
-
-
-def test_a_shifted_mask_is_found(monkeypatch):
-    whole = TurnTokens.loss_mask.fget
-    monkeypatch.setattr(TurnTokens, "loss_mask", property(lambda self: [0, *whole(self)[:-1]]))
-    checks, (found,) = found_in(*conversation())
-    assert checks == {"mask"} and found.place == "token 0"
 
 
 @pytest.mark.contract("delta tokenization")
@@ -175,8 +168,9 @@ def test_a_kind_is_logged_once(monkeypatch, caplog):
     args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
     for _ in range(2):
         assert token_checks.check_rollouts(rollouts, env, args) == {
-            "tokens/ids_differ": 0.0, "tokens/mask_differ": 0.0, "tokens/text_differ": 1.0
-        }  # fmt: skip
+            "tokens/ids_differ": 0.0,
+            "tokens/text_differ": 1.0,
+        }
     (record,) = caplog.records
     assert "check text): white space, between turns" in record.message
     args.tokenization_sanity_check_mode = "off"
@@ -287,7 +281,7 @@ def test_a_step_trains_each_turn_in_what_it_read(random_model, tmp_path, monkeyp
     monkeypatch.setattr(trainer, "_compute_loss", keep)
     rows, steps = train(trainer)
     assert [step["records/mean"] for step in steps] == [2.0, 2.0]
-    assert all(step[f"tokens/{check}_differ"] == 0.0 for step in steps for check in ("ids", "mask", "text"))
+    assert all(step[f"tokens/{check}_differ"] == 0.0 for step in steps for check in ("ids", "text"))
     trained = []
     for batch in batches:
         for read, asked, said, mask in zip(*(batch[f"{name}_{kind}"] for name, kind in (
