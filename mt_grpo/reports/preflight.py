@@ -78,15 +78,16 @@ READINGS = (
         "dtype: float32, with bf16: true to compute in bfloat16, or train with ZeRO-3 or FSDP2."),
     Reading("temperature", lambda f: f["temperature"] >= 1.5,
         "temperature is {temperature:g}. Above 1 calls and answers break. Set temperature: 1.0."),
-    Reading("cut sampling", lambda f: f["sampling/token_ratio_mean"] >= 0 and bool(f.get("sampling/cuts")),
-        "{sampling/cuts} biases the importance ratio of a token: it is {sampling/token_ratio_mean:.3f} on average, "
-        "and should be 1. Remove the setting, or set vllm_importance_sampling_correction: false."),
     Reading("failures", lambda f: f["rollouts/failed"] >= 0.2,
         "In {rollouts/failed:.0%} of the rollouts{since} the environment or the agent failed{frequent/failure}. Fix "
         "the environment or the agent, or raise environment_timeout.", lambda f: f["rollouts/failed"] >= 0.95),
     Reading("identical rollouts", lambda f: f["groups/identical"] >= 0.5,  # by chance: one group of 128
         "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}. Set "
         "temperature: 1.0, look whether top_k, top_p or min_p leave one choice.", lambda f: f[NO_SIGNAL] >= 1),
+    Reading("cut sampling", lambda f: bool(f.get("sampling/cuts")),
+        "{sampling/cuts}: rollouts are sampled from another distribution than the policy's, which biases the gradient."
+        " The mean importance ratio of a token is {sampling/token_ratio_mean:.3f}, and should be 1 (nan: it is not "
+        "corrected). Remove the setting."),
     Reading("failing tools", lambda f: f["tools/broken"] >= 0.5,
         "{tools/broken:.0%} of the calls that reach the tool {tools/broken_name} fail: {frequent/tool_error}. Fix the"
         " tool or what it needs, or raise tool_timeout.", lambda f: f["tools/all_broken"] >= 0.98),

@@ -152,7 +152,7 @@ def server_context(
         ValueError: tools, rewards or data that do not load, or prompts too long for the model.
     """
     tools = load_recipe_tools(script_args, args)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     weights_of(turn_funcs, args.turn_reward_weights, "turn")
     weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
     name, revision = model_args.model_name_or_path, model_args.model_revision
