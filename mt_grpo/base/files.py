@@ -34,16 +34,12 @@ def read_json(path: Path) -> dict | None:
 
 @contextmanager
 def output_lock(path: str) -> Iterator[None]:
-    """Lock the output directory, on rank 0. Raises `ValueError` if another run holds it, or it cannot be written."""
+    """Lock the output directory, on rank 0. Raises `ValueError` if another run holds it."""
     if int(os.environ.get("RANK", 0)):
         yield
         return
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        lock = open(Path(path) / ".lock", "a+")
-    except OSError as error:
-        raise ValueError(f"output_dir={path!r} cannot be written to: {error}. Expected a folder.") from error
-    with lock as file:
+    Path(path).mkdir(parents=True, exist_ok=True)
+    with open(Path(path) / ".lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig
 
@@ -178,8 +179,9 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     if environments is not None:
         environments.check_rows(dataset)
     if environments is None or "prompt" in dataset.column_names:
-        for i, row in enumerate(dataset.select_columns(["prompt"])):
-            prompts = [row["prompt"]] if row.get("prompt") or environments is None else []
+        column = dataset["prompt"] if isinstance(dataset, Dataset) else (row.get("prompt") for row in dataset)
+        for i, prompt in enumerate(column):
+            prompts = [prompt] if prompt or environments is None else []
             check_conversations(prompts, f"{name}, row {i}", images=True)
             roles = {message["role"] for prompt in prompts if not isinstance(prompt, str) for message in prompt}
             unknown = [each for each in roles - ROLES if f"'{each}'" not in template and f'"{each}"' not in template]
