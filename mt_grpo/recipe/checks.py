@@ -268,23 +268,6 @@ def check_tied_lora(model: Any) -> None:
             )
 
 
-def check_context(
-    env: Any, model_config: Any, dataset: Any, args: GRPOConfig, of_server: int | None = None
-) -> int | None:
-    """The context in tokens, None if unknown. Raises `ValueError` if the longest prompt leaves too little room."""
-    context = of_server or getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if backend_of(args) == "colocate" and args.vllm_max_model_length is not None:
-        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
-    prompt = longest_prompt(env, dataset)
-    if context is not None and prompt + args.max_completion_length > context:
-        raise ValueError(
-            f"The longest prompt has {prompt} tokens, which with max_completion_length={args.max_completion_length} "
-            f"is more than the context of {context} tokens. Raise it, shorten the prompts, in which tools and "
-            f"examples are, or set max_completion_length to at most {context - prompt}."
-        )
-    return context
-
-
 def limit_context(env: Any, context: int | None, limit: str) -> None:
     """Make a context the environment's, if it is shorter than what it has. `limit` says what to raise then."""
     if context is not None and context < (env.max_model_len or float("inf")):
@@ -333,10 +316,10 @@ def prepare_env(
     for split, where in ((train, "train_dataset"), *((each, "eval_dataset") for each in splits)):
         check_dataset(split, where, env)
         check_images(split, where, env)
-        context = check_context(env, model_config, split, args)
-        colocated = backend_of(args) == "colocate" and args.vllm_max_model_length == context
-        longer = "the context by a model with a longer one (max_position_embeddings)"
-        limit_context(env, context, "vllm_max_model_length" if colocated else longer)
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    limit_context(env, context, "the context by a model with a longer one (max_position_embeddings)")
+    if backend_of(args) == "colocate":
+        limit_context(env, args.vllm_max_model_length, "vllm_max_model_length")
     return train, test, tokenizer, model_config
 
 
@@ -353,7 +336,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
         raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")
     client.vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
-    context = check_context(env, model_config, dataset, args, client.model_card["max_model_len"])
+    context = client.model_card["max_model_len"]
     limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
     if client.reads_images:
         try:

@@ -83,13 +83,8 @@ def integrations() -> tuple[Integration, ...]:
 
 @functools.cache
 def add_integrations(script_arguments: type) -> type:
-    """Add the keys of all integrations to a dataclass of settings. Raises `ValueError` for a key that two have."""
+    """Add the keys of all integrations to a dataclass of settings."""
     classes = *(each.keys for each in integrations()), script_arguments
-    owners: dict[str, type] = {}
-    for cls in classes:
-        for each in dataclasses.fields(cls):
-            if (owner := owners.setdefault(each.name, cls)) is not cls:
-                raise ValueError(f"{owner.__name__} and {cls.__name__} both have the recipe key {each.name}.")
     return dataclasses.make_dataclass(script_arguments.__name__, [], bases=classes)
 
 

@@ -81,7 +81,7 @@ def rollout_rows(
     tokenizer turns have their tokens.
     """
     tables = batch.reward, batch.logged, batch.rewards.turn, advantages, outcome
-    values = zip(*(without_nan(batch.own(table).cpu()[places].tolist()) for table in tables))
+    values = zip(*(batch.own(table).cpu()[places].tolist() for table in tables))
     rows = []
     for i, of_turns, (reward, per_function, per_turn, advantage, of_outcome) in zip(places, columns, values):
         rollout = batch.rollouts[i]
@@ -114,13 +114,6 @@ def rollout_rows(
         }
         rows.append(row)
     return rows
-
-
-def without_nan(numbers: Any) -> Any:
-    """A list of numbers, or of lists of them, with None in the place of NaN."""
-    if isinstance(numbers, list):
-        return [without_nan(each) for each in numbers]
-    return numbers if numbers == numbers else None
 
 
 # INVARIANT: NaN and infinities, which JSON does not have, are null. What else it does not have is text.

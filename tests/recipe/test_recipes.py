@@ -928,13 +928,6 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
         trainer.train()
 
 
-def test_prompt_that_does_not_fit_the_context(build):
-    with pytest.raises(ValueError, match="longest prompt.*max_completion_length=8192") as error:
-        build(max_completion_length=8192)
-    length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
-    assert f"at most {8192 - length}" in str(error.value)
-
-
 def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
     """A copy of the model with one file of another content, or without it."""
     shutil.copytree(model, folder / "model")
