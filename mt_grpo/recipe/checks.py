@@ -25,8 +25,6 @@ from mt_grpo.images.pictures import (
     placed,
     read_row,
     reader_of,
-    refuse_images,
-    why_none,
     with_pictures,
 )
 from mt_grpo.images.reader import image_reader
@@ -193,15 +191,11 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
 
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
-    reader = reader_of(env.tokenizer)
     further = "messages" if hasattr(env, "place_images") else "prompt"  # a scheduler's rows may have them instead
-    for i, row in enumerate(dataset):
-        if reader is None:
-            refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
-        elif getattr(env, "reads_rows", True):
-            if others := [key for key in OTHER_KINDS if row.get(key)]:
-                raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
-            read_row(row.get("prompt") or row.get(further) or [], row, env.tokenizer, env, f"{name}, row {i}")
+    for i, row in enumerate(dataset if getattr(env, "reads_rows", True) else ()):
+        if others := [key for key in OTHER_KINDS if row.get(key) and reader_of(env.tokenizer) is not None]:
+            raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
+        read_row(row.get("prompt") or row.get(further) or [], row, env.tokenizer, env, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig) -> str | None:
