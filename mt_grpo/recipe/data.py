@@ -153,13 +153,12 @@ def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
 
     Raises `ValueError` with the line's number for a line that is none.
     """
-    with open(path, "rb") as file:
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip(b"\xef\xbb\xbf \t\r\n"))
+    with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         for number, line in itertools.islice(lines, size):
             try:
-                text = line.decode("utf-8-sig").strip()  # with or without a byte order mark
-                if not isinstance(json.loads(text), dict):
-                    raise ValueError(f"got {text:.80}")
+                if not isinstance(json.loads(line), dict):
+                    raise ValueError(f"got {line:.80}")
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: expected an object of JSON: {error}.") from None
-            yield text.encode()
+            yield line.strip().encode()

@@ -131,8 +131,6 @@ READINGS = (
     Reading("logprobs", lambda f: f["sampling/sampling_logp_difference/mean"] > 0.1,  # bf16 gives a few 1e-2
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
         "average{since}. Compare the dtype, the chat template and the model of both; see docs/faults.md."),
-    Reading("few groups", lambda f: f["groups_per_step"] < 8,
-        "An optimizer step has {groups_per_step:g} groups. Raise gradient_accumulation_steps until it has 8."),
     Reading("effective share", lambda f: f[EFFECTIVE_SHARE] < 0.5,
         "The importance ratio leaves {sampling/effective_share:.0%} of the rollouts{since} in effect. Set "
         "vllm_importance_sampling_mode: token_truncate, or lower max_staleness."),
@@ -174,12 +172,11 @@ def facts_of_settings(trainer: ResumableTrainer) -> dict[str, Any]:
     system = "".join(m["content"] for m in messages if m["role"] == "system" and isinstance(m["content"], str))
     read = env.tokenizer.decode(prompt_ids_of(env, row))
     lacking = [name for name in tools if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", read)]
-    rollouts_per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     return {
         **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
         "optim": str(getattr(args.optim, "value", args.optim)), "lora": is_peft_model(trainer.model),
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
-        "credit_assignment": args.credit_assignment, "groups_per_step": rollouts_per_step / args.num_generations,
+        "credit_assignment": args.credit_assignment,
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
         "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),

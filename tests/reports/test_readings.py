@@ -16,7 +16,7 @@ WELL = {
     "tools/all_broken": 0.0, "cut/by_turn": 0.0, "max_turn_tokens": 48, "completions/clipped_ratio": 0.0,
     "max_completion_length": 96, "max_tool_response_tokens": 48, "stop/context_length": 0.0, "calls/malformed": 0.0,
     "frequent/call_error": "", "rollouts/called": 0.5, "rollouts/ended": 0.5, "stop/max_turns": 0.0,
-    "max_env_steps": 2, "lora": False, "groups_per_step": 8.0,
+    "max_env_steps": 2, "lora": False,
     "rewards/unused": "", "credit_assignment": "mt_grpo", "rewards/num_varied_and_used": 1,
     "rewards/constant": "right 0.5", "rewards/num_given": 1,
     "rewards/num_varied": 1, "tokens/ids_differ": 0.0,
@@ -67,7 +67,6 @@ TABLE = [
     ("tokens", {"tokens/ids_differ": 0.0}, {"tokens/ids_differ": 0.01}, None),
     ("logprobs", {"sampling/sampling_logp_difference/mean": 0.1}, {"sampling/sampling_logp_difference/mean": 0.11},
      None),
-    ("few groups", {"groups_per_step": 8.0}, {"groups_per_step": 7.9}, None),
     ("effective share", {"sampling/effective_share": 0.5}, {"sampling/effective_share": 0.49}, None),
 ]  # fmt: skip
 
