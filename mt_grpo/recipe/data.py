@@ -153,12 +153,13 @@ def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
 
     Raises `ValueError` with the line's number for a line that is none.
     """
-    with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    with open(path, "rb") as file:
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip(b"\xef\xbb\xbf \t\r\n"))
         for number, line in itertools.islice(lines, size):
             try:
-                if not isinstance(json.loads(line), dict):
-                    raise ValueError(f"got {line:.80}")
+                text = line.decode("utf-8-sig").strip()  # with or without a byte order mark
+                if not isinstance(json.loads(text), dict):
+                    raise ValueError(f"got {text:.80}")
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: expected an object of JSON: {error}.") from None
-            yield line.strip().encode()
+            yield text.encode()
