@@ -310,6 +310,7 @@ def prepare_env(
     for split, where in ((train, "train_dataset"), *((each, "eval_dataset") for each in splits)):
         check_dataset(split, where, env)
         check_images(split, where, env)
+        prompt_ids_of(env, split[0])  # raises for a chat template that cannot write it, or has no tools
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     limit_context(env, context, "the context by a model with a longer one (max_position_embeddings)")
     if backend_of(args) == "colocate":

@@ -200,10 +200,8 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
 
     Raises `ValueError` for an unknown key or a value of a wrong type.
     """
-    text, known = (
-        Path(path).read_text(encoding="utf-8"),
-        known_keys(classes) | {"env": dict[str, str | int | float | bool]},
-    )
+    text = Path(path).read_text(encoding="utf-8")
+    known = known_keys(classes) | {"env": dict[str, str | int | float | bool]}
     try:
         recipe = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:
