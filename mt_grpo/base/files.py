@@ -61,9 +61,8 @@ class LastingOutput(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # so that threads and child processes use it too
-            os.close(null)
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self.fileno())  # so that threads and child processes use it too
             name, other = ("standard output", 2) if self.fileno() == 1 else ("standard error", 1)
             with suppress(OSError):  # not through its buffer, which may be in the middle of a write
                 os.write(other, f"{name} can no longer be written to ({error}). Training continues.\n".encode())

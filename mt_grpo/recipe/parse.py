@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,8 @@ class RecipeParser(TrlParser):
         self.known = known_keys(classes)
         for action in self._actions:
             if action.type and type(None) in typing.get_args(self.known.get(action.dest)):
-                action.type = or_none(action.type)
+                kind = functools.wraps(action.type)  # argparse names it in errors
+                action.type = kind(lambda text, read=action.type: None if text == "null" else read(text))
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise `ValueError` with argparse's message."""
@@ -185,14 +186,8 @@ class RecipeParser(TrlParser):
         check_known(options, self.known, "on the command line")
         if rest:
             raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and a recipe after --config.")
-        lists_of_null = {key: None for key, value in vars(namespace).items() if value == [None]}
-        vars(namespace).update(lists_of_null)
+        vars(namespace).update({key: None for key, value in vars(namespace).items() if value == [None]})
         return namespace, rest
-
-
-def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type of argparse that also reads null, as None."""
-    return functools.wraps(kind)(lambda text: None if text == "null" else kind(text))
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
