@@ -71,9 +71,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             readers = " or ".join(name for name, other in estimators.items() if key in other.reads)
             raise ValueError(f"{key}={value} has no effect with {chosen}. Remove it, or use {readers}.")
     if estimator.per_turn and (args.off_policy_mask_threshold is not None or args.loss_type == "vespo"):
-        raise ValueError(
-            f"off_policy_mask_threshold and loss_type: vespo have one advantage per sequence, not {chosen}."
-        )
+        raise ValueError(f"off_policy_mask_threshold and vespo have one advantage per sequence, not {chosen}.")
     cap, backend = args.epsilon if args.epsilon_high is None else args.epsilon_high, backend_of(args)
     if args.loss_type == "cispo" and cap < 1:
         raise ValueError(f"epsilon_high: loss_type: cispo multiplies gradients by a cap of {cap}, below 1. Set 5.")
@@ -183,10 +181,8 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
             check_conversations(prompts, f"{name}, row {i}", images=True)
             roles = {message["role"] for prompt in prompts if not isinstance(prompt, str) for message in prompt}
             unknown = [each for each in roles - ROLES if f"'{each}'" not in template and f'"{each}"' not in template]
-            if unknown:  # templates write any name
-                raise ValueError(
-                    f"{name}, row {i}: the prompt has the role {unknown[0]!r}, expected user or the like."
-                )
+            if unknown:  # which most templates write as it is
+                raise ValueError(f"{name}, row {i}: the prompt has the unknown role {unknown[0]!r}.")
 
 
 def check_images(dataset: Any, name: str, env: Any) -> None:

@@ -1045,5 +1045,5 @@ def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
 @pytest.mark.parametrize("role", ["human", None])
 def test_a_prompt_in_which_no_known_speaker_asks(role):
     rows = Dataset.from_list([{"prompt": [{"role": role, "content": "2 + 2?"}]}])
-    with pytest.raises(ValueError, match=f"train_dataset, row 0: the prompt has the role {role!r}"):
+    with pytest.raises(ValueError, match=f"train_dataset, row 0: the prompt has the unknown role {role!r}"):
         check_dataset(rows, "train_dataset", None)
