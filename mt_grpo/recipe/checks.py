@@ -59,7 +59,7 @@ def cuts_of(args: GRPOConfig) -> dict[str, Any]:
 
 
 def text_of_cuts(args: GRPOConfig) -> str:
-    """The settings that make it another distribution, such as `top_p=0.9`, as text."""
+    """The sampling settings that change the distribution, such as `top_p=0.9`, as text."""
     return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
 
 
