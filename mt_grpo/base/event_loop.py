@@ -81,9 +81,12 @@ def allow_many_open_files(wanted: int = 65_535) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
-def close_on(loop: asyncio.AbstractEventLoop, closing: Coroutine) -> None:
-    """Have `closing`, which closes a resource, run on the resource's event loop, unless that has ended."""
+def close_on(loop: asyncio.AbstractEventLoop, closing: Coroutine, timeout: float = 5.0) -> None:
+    """Run `closing`, which closes a resource, on the resource's event loop. If that is running, do not wait for it."""
     if loop.is_running():
         asyncio.run_coroutine_threadsafe(closing, loop)
-    else:
-        closing.close()
+    else:  # in a new thread, because this thread may run another loop
+        run = asyncio.run if loop.is_closed() else loop.run_until_complete
+        thread = threading.Thread(target=run, args=(closing,), daemon=True)
+        thread.start()
+        thread.join(timeout)
