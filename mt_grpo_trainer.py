@@ -105,7 +105,6 @@ from mt_grpo.recipe.checks import (
     check_tied_lora,
     prepare_env,
     prompt_ids_of,
-    warn_without_state_keys,
 )
 from mt_grpo.recipe.parse import ModelKeys, ServerAndLogKeys, check_values, make_absolute, parse_recipe
 from mt_grpo.recipe.plugins import (
@@ -995,8 +994,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
-        if self._reads_state:
-            warn_without_state_keys(args.credit_assignment, env)
         self.batch: Batch | None = None  # the one that the step is at, or was at last
         self._evaluation = EvaluationMetrics()
         self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
@@ -1235,7 +1232,7 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
         ) from None
     env = build_env(script_args, args, tools, tokenizer)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=env.environments is not None)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     args.model_init_kwargs = {
         "revision": revision,
         "dtype": model_args.dtype,

@@ -48,7 +48,7 @@ __all__ = [
 
 # INVARIANT: both are set before torch and TRL are imported, which read them then.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # waiting threads spin briefly: endless spinning slows busy cores
-warnings.filterwarnings("ignore", "TRL currently supports vLLM versions", module="trl")  # `outside` warns instead
+warnings.filterwarnings("ignore", "TRL currently supports vLLM versions", module="trl")  # `warn_of_untested` does
 
 _MODULES = {
     "ChatFormat": "mt_grpo.conversation.formats.base",

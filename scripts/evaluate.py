@@ -58,7 +58,7 @@ from mt_grpo.conversation.conversations import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.pictures import forbid, inputs_of_requests, readable_messages, reader_of, with_pictures
 from mt_grpo.images.reader import FAMILIES, image_reader
-from mt_grpo.recipe.checks import check_context, check_generation_kwargs, check_images, check_tokenizer
+from mt_grpo.recipe.checks import check_generation_kwargs, check_images, check_tokenizer
 from mt_grpo.recipe.data import empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards, load_splits
 from mt_grpo.training.batch import Batch
@@ -201,7 +201,7 @@ def evaluate(
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
     tools = load_recipe_tools(script_args, args)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     served = isinstance(model, mt.VLLMServerClient)
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path
     if not served:
@@ -221,7 +221,7 @@ def evaluate(
     env.add_ends(generation_ends(path, model_args) if served else ends_in(model.generation_config))
     rows = load_problems(script_args, split, num_problems, env)
     check_images(rows, split, env)
-    env.max_model_len = check_context(env, config, rows, args)
+    env.max_model_len = getattr(config.get_text_config(), "max_position_embeddings", None)
     if served:
         env.max_model_len = min(model.model_card["max_model_len"], env.max_model_len or 2**31)
         backend = model

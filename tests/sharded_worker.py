@@ -30,7 +30,6 @@ from mt_grpo.base.errors import ServerLost
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import PolicyWeights
-from mt_grpo.recipe import checks as preflight
 
 own_init = AcceleratorState.__init__
 
@@ -172,7 +171,6 @@ def another_reference() -> None:
 def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = sharding_init
-        preflight.check_sharding = lambda args: None
     WeightSync.CHECK_EVERY = 1
     what, *arguments = sys.argv[1:]
     if what == "train":

@@ -6,5 +6,5 @@ fields           a recipe's key as a field, which says all of it once; types and
 files            the output directory of one run, streams that outlive their readers, paths, YAML
 ranks            errors of one rank, raised on all ranks
 rows             rows as they were written, without a table's types; values as JSON
-tested_versions  the ranges of versions that were tested, and what is outside of them
+tested_versions  the ranges of versions that were tested, and a warning of others
 """

@@ -38,11 +38,7 @@ def error_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException | str) -> str:
-    """An error's message as a sentence, with a full stop unless it ends with a mark already.
-
-    >>> sentence("it failed"), sentence(ValueError("it failed.")), sentence("Is it running?")
-    ('it failed.', 'it failed.', 'Is it running?')
-    """
+    """An error's message as a sentence, with a full stop unless it ends with a mark already."""
     text = str(error).rstrip()
     return text if text.endswith((".", "?", "!")) else f"{text}."
 

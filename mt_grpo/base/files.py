@@ -34,16 +34,12 @@ def read_json(path: Path) -> dict | None:
 
 @contextmanager
 def output_lock(path: str) -> Iterator[None]:
-    """Lock the output directory, on rank 0. Raises `ValueError` if another run holds it, or it cannot be written."""
+    """Lock the output directory, on rank 0. Raises `ValueError` if another run holds it."""
     if int(os.environ.get("RANK", 0)):
         yield
         return
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        lock = open(Path(path) / ".lock", "a+")
-    except OSError as error:
-        raise ValueError(f"output_dir={path!r} cannot be written to: {error}. Expected a folder.") from error
-    with lock as file:
+    Path(path).mkdir(parents=True, exist_ok=True)
+    with open(Path(path) / ".lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -65,9 +61,8 @@ class LastingOutput(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # so that threads and child processes use it too
-            os.close(null)
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self.fileno())  # so that threads and child processes use it too
             name, other = ("standard output", 2) if self.fileno() == 1 else ("standard error", 1)
             with suppress(OSError):  # not through its buffer, which may be in the middle of a write
                 os.write(other, f"{name} can no longer be written to ({error}). Training continues.\n".encode())
@@ -87,8 +82,20 @@ def keep_output_open() -> None:
             setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=True, **text))
 
 
+# Of YAML 1.2: 1e-6 is a number, and 1:30 and 010, which are 90 and 8 in YAML 1.1, are text.
+NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"),
+    "tag:yaml.org,2002:float": re.compile(r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+)$"),
+}
+
+
 class RecipeLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` that raises `YAMLError` for a key that is set twice; the original uses the last one."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, NUMBERS.get(tag, pattern)) for tag, pattern in rows]
+        for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -98,14 +105,3 @@ class RecipeLoader(yaml.SafeLoader):
                 line = nodes[number].start_mark.line + 1
                 raise yaml.YAMLError(f"{key!r} is set twice, again on line {line}. Remove one of them.")
         return super().construct_mapping(node, deep)
-
-
-def plain_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    """A number; `1:30` and `010` stay text, which no number's key takes. YAML 1.1 would read 90 and 8."""
-    if ":" in node.value or re.fullmatch(r"[-+]?0[0-9_]+", node.value):
-        return node.value
-    return loader.construct_yaml_int(node) if node.tag.endswith("int") else loader.construct_yaml_float(node)
-
-
-RecipeLoader.add_constructor("tag:yaml.org,2002:int", plain_number)
-RecipeLoader.add_constructor("tag:yaml.org,2002:float", plain_number)

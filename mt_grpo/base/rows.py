@@ -6,7 +6,6 @@ refuses columns of several types. Here a row is kept as JSON, and is decoded at 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import operator
@@ -47,7 +46,7 @@ class Rows(Sequence):
     """
 
     def __init__(self, source: Sequence, make: Callable[[DataRow, int], DataRow] = lambda row, number: row):
-        self._source, self._make, self._columns = source, make, None
+        self._source, self._make = source, make
         self.column_names = list(dict.fromkeys(key for row in self for key in row))
 
     def __len__(self) -> int:
@@ -60,22 +59,14 @@ class Rows(Sequence):
         if isinstance(key, str):
             if key not in self.column_names:
                 raise KeyError(f"There is no column {key!r}, expected one of {', '.join(self.column_names)}.")
-            return [row.get(key) for row in self.select_columns([key])]
+            return [row.get(key) for row in self]
         if isinstance(key, slice):
             return [self[number] for number in range(len(self))[key]]
         number = range(len(self))[operator.index(key)]
         return self._row(self._source[number], number)
 
     def _row(self, row: DataRow, number: int) -> DataRow:
-        row = self._make(row, number)
-        kind = dict if isinstance(self._source, Dataset) else WrittenRow
-        return kind(row if self._columns is None else {name: row[name] for name in self._columns if name in row})
-
-    def select_columns(self, names: list[str]) -> Rows:
-        """The rows with these columns alone. A row that has none of them is empty."""
-        selected = copy.copy(self)
-        selected._columns = selected.column_names = names
-        return selected
+        return (dict if isinstance(self._source, Dataset) else WrittenRow)(self._make(row, number))
 
 
 def for_trl(data: Any) -> Any:
@@ -105,8 +96,7 @@ def with_own_keys(row: DataRow, columns: Iterable[str]) -> DataRow:
 
 def row_text(row: DataRow) -> str:
     """A row as JSON in one line of at most 300 characters, as messages show it."""
-    text = json.dumps(row, ensure_ascii=False, default=image_or_str)
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return f"{json.dumps(row, ensure_ascii=False, default=image_or_str):.300}"
 
 
 def prompts_of(rows: Iterable[DataRow]) -> list[list]:
@@ -157,10 +147,8 @@ def json_text(value: Any, **options: Any) -> str:
     >>> json_text({"a": [float("nan"), 1.5], "b": float("-inf")})
     '{"a": [null, 1.5], "b": null}'
     """
-    try:
-        return json.dumps(value, allow_nan=False, **options)
-    except ValueError:  # Python writes them as constants, and `parse_constant` is called for each, at every depth
-        return json.dumps(json.loads(json.dumps(value, **options), parse_constant=lambda name: None), **options)
+    # Python writes them as constants, and `parse_constant` is called for each, at every depth.
+    return json.dumps(json.loads(json.dumps(value, **options), parse_constant=lambda name: None), **options)
 
 
 MOST_NESTED = 64  # levels of lists and dicts in a call; clients of agents raise at some 250

@@ -321,9 +321,9 @@ class Environments:
         """
         is_table = not isinstance(dataset, Rows)  # its rows all have its columns; to read them may decode images
         checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
-        read = [name for name in dataset.column_names if not is_table or name == "environment" or checks]
+        read = [name for name in dataset.column_names if name == "environment" or checks]
         seen: set[tuple] = set()
-        for number, row in enumerate(dataset.select_columns(read) if read else [{}]):
+        for number, row in enumerate(dataset if not is_table else dataset.select_columns(read) if read else [{}]):
             try:
                 cls = self.class_of(row)
                 columns = self.arguments_of({**dict.fromkeys(dataset.column_names), **row} if is_table else row)

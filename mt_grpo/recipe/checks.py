@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import heapq
-import inspect
 import logging
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
+from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.tested_versions import INSTALL, installed, outside
+from mt_grpo.base.tested_versions import warn_of_untested
 from mt_grpo.conversation.conversations import check_conversations, limits_of
 from mt_grpo.images.pictures import (
     OTHER_KINDS,
@@ -24,8 +25,6 @@ from mt_grpo.images.pictures import (
     placed,
     read_row,
     reader_of,
-    refuse_images,
-    why_none,
     with_pictures,
 )
 from mt_grpo.images.reader import image_reader
@@ -44,7 +43,7 @@ CUTS = {
     "logit_bias": ({}, None), "bad_words": ([], None), "allowed_token_ids": (None,),
 }  # fmt: skip
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
-TO_INSTALL = f"If something fails, install tested versions: {INSTALL}."
+DATA_URL = re.compile("data:[^'\"]*")  # of an image
 CREDIT_KEYS = ("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline")
 
 
@@ -60,21 +59,8 @@ def cuts_of(args: GRPOConfig) -> dict[str, Any]:
 
 
 def text_of_cuts(args: GRPOConfig) -> str:
-    """Sampling settings such as top_p that bias the importance ratio, as text; empty without its correction."""
-    corrects = args.use_vllm and args.vllm_importance_sampling_correction
-    return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items()) if corrects else ""
-
-
-def warnings_of(args: GRPOConfig) -> list[str]:
-    """Texts for the log of a run's start: which settings bias its gradient, or clip nothing."""
-    bias = "rollouts are not sampled from the policy that is trained, uncorrected"
-    if text_of_cuts(args):
-        bias = "it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md)"
-    found = [f"{key}={value}: {bias}." for key, value in cuts_of(args).items()]
-    epsilon = max(args.epsilon, args.epsilon_high or 0.0)
-    if args.importance_sampling_level == "sequence" and args.loss_type in CLIPPED_LOSSES and epsilon > 0.01:
-        found.append(f"epsilon={epsilon:g}: ratios of sequences hardly ever move so far. GSPO uses epsilon: 3e-4.")
-    return found
+    """The sampling settings that change the distribution, such as `top_p=0.9`, as text."""
+    return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
 
 
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
@@ -85,37 +71,24 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             readers = " or ".join(name for name, other in estimators.items() if key in other.reads)
             raise ValueError(f"{key}={value} has no effect with {chosen}. Remove it, or use {readers}.")
     if estimator.per_turn and (args.off_policy_mask_threshold is not None or args.loss_type == "vespo"):
-        raise ValueError(
-            f"off_policy_mask_threshold and loss_type: vespo have one advantage per sequence, not {chosen}."
-        )
+        raise ValueError(f"off_policy_mask_threshold and vespo have one advantage per sequence, not {chosen}.")
     cap, backend = args.epsilon if args.epsilon_high is None else args.epsilon_high, backend_of(args)
-    mode, optimizer = args.vllm_importance_sampling_mode, str(getattr(args.optim, "value", args.optim))
     if args.loss_type == "cispo" and cap < 1:
         raise ValueError(f"epsilon_high: loss_type: cispo multiplies gradients by a cap of {cap}, below 1. Set 5.")
-    if (args.loss_type, backend) == ("vespo", "server") and not mode.startswith("token"):
+    if (args.loss_type, backend) == ("vespo", "server") and not args.vllm_importance_sampling_mode.startswith("token"):
         raise ValueError("loss_type: vespo weighs ratios of tokens. Set vllm_importance_sampling_mode: token_mask.")
     if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
         raise ValueError("use_transformers_continuous_batching casts the trained weights to bf16. Set bf16: false.")
     if backend == "colocate" and args.vllm_tensor_parallel_size > 1:
         raise ValueError("vllm_tensor_parallel_size of a colocated engine: ranks would wait for each other. Set 1.")
-    if optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo"):
-        raise ValueError(f"optim={optimizer!r} steps inside each backward pass, of which a step here has several.")
-    if optimizer.startswith("schedule_free") and args.use_vllm and args.eval_strategy != "no":
-        raise ValueError(f"optim={optimizer!r}: rollouts after an evaluation have its averages. Do not evaluate.")
-    if args.accelerator_config.split_batches:
-        raise ValueError("accelerator_config: with split_batches some prompts would never be trained. Remove it.")
     check_generation_kwargs(args, backend)
     if args.max_staleness:
         check_staleness(args)
-    reason = why_not_sampled(args)
-    if args.old_logps == "sampled" and reason:
-        raise ValueError(f"old_logps: sampled: {reason}.")
     if args.old_logps is None and args.max_staleness > 2:
-        if args.loss_type not in CLIPPED_LOSSES or args.importance_sampling_level == "sequence":
-            reason = f"loss_type: {args.loss_type}, per {args.importance_sampling_level}, clips no token"
-        args.old_logps = "policy" if reason else "sampled"
-        if reason:
-            logger.warning(f"max_staleness={args.max_staleness} is trained with old_logps: policy, since {reason}.")
+        clips = args.loss_type in CLIPPED_LOSSES and args.importance_sampling_level == "token"
+        args.old_logps = "sampled" if clips else "policy"
+    if args.old_logps == "sampled" and (reason := why_not_sampled(args)):
+        raise ValueError(f"old_logps: sampled: {reason}. Set old_logps: policy, or change this.")
 
 
 def check_staleness(args: GRPOConfig) -> None:
@@ -150,14 +123,12 @@ def why_not_sampled(args: GRPOConfig) -> str | None:
 
 def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
     """Raise `ValueError` for keys that the backend ignores, or of which the loss does not know."""
-    for key, value in (args.generation_kwargs or {}).items():
-        if key not in {*CUTS, "temperature"} or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
+    for key in args.generation_kwargs or {}:
+        if key not in CUTS or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
             raise ValueError(
-                f"generation_kwargs: {key!r} is set by the conversation, is not known to the {backend} backend, or "
-                "would sample from another distribution than the policy's. Remove it."
+                f"generation_kwargs: {key!r} is a key of its own, is not known to the {backend} backend, or would "
+                "sample from another distribution than the policy's. Remove it."
             )
-        if key == "temperature" and value != args.temperature:
-            raise ValueError(f"generation_kwargs: temperature={value!r} samples, and the loss has {args.temperature}.")
 
 
 def check_batch_arithmetic(args: GRPOConfig) -> None:
@@ -168,43 +139,31 @@ def check_batch_arithmetic(args: GRPOConfig) -> None:
     if batch % group:
         divisors = [each for each in range(2, batch + 1) if batch % each == 0]
         nearest = sorted(divisors, key=lambda each: abs(each - group))[:2]
-        size = next(size for size in range(1, group + 1) if size * world_size * steps % group == 0)
         raise ValueError(
             f"num_generations={group} does not divide the {batch} rollouts of a batch (per_device_train_batch_size="
             f"{args.per_device_train_batch_size} x {world_size} processes x {steps} steps). Set num_generations to "
-            f"{' or '.join(map(str, nearest)) or 'a divisor'}, or per_device_train_batch_size to a multiple of {size}."
+            f"{' or '.join(map(str, nearest)) or 'a divisor'}, or per_device_train_batch_size to a multiple of it."
         )
 
 
 def check_groups(funcs: list[Callable], args: GRPOConfig, dataset: Any) -> None:
     """Raise `ValueError` if a function has the parameter `groups`, and a rank would have incomplete groups."""
-    if "groups" not in asked_of(funcs) - set(dataset.column_names):
-        return
-    groups = args.num_generations, args.num_generations_eval or args.num_generations
-    train = args.per_device_train_batch_size * args.steps_per_generation
-    for key, size, group in zip(
-        ("per_device_train_batch_size * steps_per_generation", "per_device_eval_batch_size"),
-        (train, args.per_device_eval_batch_size if args.eval_strategy != "no" else 0),
-        groups,
-    ):
-        if size % group:
-            raise ValueError(f"A reward function has the parameter groups. Set {key}={size} to a multiple of {group}.")
+    train, test = args.per_device_train_batch_size * args.steps_per_generation, args.per_device_eval_batch_size
+    incomplete = train % args.num_generations or (
+        args.eval_strategy != "no" and test % (args.num_generations_eval or args.num_generations)
+    )
+    if incomplete and "groups" in asked_of(funcs) - set(dataset.column_names):
+        raise ValueError(
+            "A reward function has the parameter groups. Set per_device_train_batch_size * steps_per_generation and "
+            "per_device_eval_batch_size to multiples of num_generations."
+        )
 
 
-def check_sharding(args: GRPOConfig) -> None:
-    """Raise `ValueError` where accelerate 1.15 would train otherwise than it was launched, without a word."""
-    launched, asked = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched != args.world_size:  # each would take itself for the only one
+def check_processes(args: GRPOConfig) -> None:
+    """Raise `ValueError` if each of the processes that were launched would take itself for the only one."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched != args.world_size:
         raise ValueError(f"{launched} processes were launched, and accelerate counts {args.world_size}. Set use_cpu.")
-    if asked in ("bf16", "fp16") and not (args.bf16 or args.fp16):
-        raise ValueError(f"bf16: false, and accelerate was launched with {asked}, which it takes. Set bf16: true.")
-    if asks_for_fsdp(args) and args.device.type == "cpu":
-        raise ValueError("FSDP is asked for, but accelerate shards nothing on a CPU. Use accelerate/cpu.yaml.")
-
-
-def asks_for_fsdp(args: GRPOConfig) -> bool:
-    """Whether the settings or the launcher shard the model by FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(args.fsdp)
 
 
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
@@ -216,36 +175,31 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     if environments is not None:
         environments.check_rows(dataset)
     if environments is None or "prompt" in dataset.column_names:
-        for i, row in enumerate(dataset.select_columns(["prompt"])):
-            prompts = [row["prompt"]] if row.get("prompt") or environments is None else []
+        column = dataset["prompt"] if isinstance(dataset, Dataset) else (row.get("prompt") for row in dataset)
+        for i, prompt in enumerate(column):
+            prompts = [prompt] if prompt or environments is None else []
             check_conversations(prompts, f"{name}, row {i}", images=True)
             roles = {message["role"] for prompt in prompts if not isinstance(prompt, str) for message in prompt}
             unknown = [each for each in roles - ROLES if f"'{each}'" not in template and f'"{each}"' not in template]
-            if unknown or (environments is None and roles and roles <= {"system", "developer"}):
-                raise ValueError(
-                    f"{name}, row {i}: the roles of the prompt are {', '.join(map(repr, roles))}. Expected a user's "
-                    "message, and roles that the chat template knows."
-                )
+            if unknown:  # which most templates write as it is
+                raise ValueError(f"{name}, row {i}: the prompt has the unknown role {unknown[0]!r}.")
 
 
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
-    reader = reader_of(env.tokenizer)
     further = "messages" if hasattr(env, "place_images") else "prompt"  # a scheduler's rows may have them instead
-    for i, row in enumerate(dataset):
-        if reader is None:
-            refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
-        elif getattr(env, "reads_rows", True):
-            if others := [key for key in OTHER_KINDS if row.get(key)]:
-                raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
-            read_row(row.get("prompt") or row.get(further) or [], row, env.tokenizer, env, f"{name}, row {i}")
+    for i, row in enumerate(dataset if getattr(env, "reads_rows", True) else ()):
+        if others := [key for key in OTHER_KINDS if row.get(key) and reader_of(env.tokenizer) is not None]:
+            raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
+        read_row(row.get("prompt") or row.get(further) or [], row, env.tokenizer, env, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig) -> str | None:
     """Why a run reads text alone, whatever its model reads; None: it may read images."""
     if backend_of(args) == "colocate" or args.use_transformers_continuous_batching:
         return "images are read by the model itself (use_vllm: false) or by a server (vllm_mode: server)"
-    if asks_for_fsdp(args) or args.deepspeed_plugin is not None:
+    fsdp = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if fsdp or args.deepspeed_plugin is not None:
         return "images are not read by a model that FSDP2 or ZeRO-3 shards. Launch with DDP"
     return None
 
@@ -269,17 +223,10 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
 
 def longest_prompt(env: Any, dataset: Any) -> int:
     """Tokens of the longest prompt. Only those with the most characters or pixels are tokenised."""
-    longest = heapq.nlargest(32, dataset, key=lambda row: sum(map(len, texts_of(row))))
+    longest = heapq.nlargest(32, dataset, key=lambda row: len(DATA_URL.sub("", str(row.get("prompt")))))
     if (reader := reader_of(env.tokenizer)) is not None:
         longest += heapq.nlargest(32, dataset, key=lambda row: num_pixels(row, reader))
     return max(len(prompt_ids_of(env, row)) for row in longest)
-
-
-def texts_of(row: dict[str, Any]) -> list[str]:
-    """The texts of a row's prompt, those of parts of messages included."""
-    contents = [message["content"] or "" for message in row.get("prompt") or []]
-    parts = [[{"text": each}] if isinstance(each, str) else each for each in contents]
-    return [part.get("text") or "" for each in parts for part in each]
 
 
 def share_limits(args: GRPOConfig, env: Any) -> None:
@@ -297,58 +244,24 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
         env.environments.timeout = env.environment_timeout
 
 
-def check_isolated(args: GRPOConfig, env: Any) -> None:
-    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
-    tools = getattr(env, "tools", {}).values()
-    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
-    if args.isolate_tools and tools and all(threaded):
-        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
-
-
 def check_tied_lora(model: Any) -> None:
     """Raise `ValueError` for a LoRA that changes the embedding or the head of a model in which both are one tensor."""
     configs = getattr(model, "peft_config", {}).values()
-    configs_of_model = model.config, model.config.get_text_config()  # what reads images says it on top
-    tied = next((c.tie_word_embeddings for c in configs_of_model if hasattr(c, "tie_word_embeddings")), False)
-    if not tied or all(getattr(config, "ensure_weight_tying", False) for config in configs):
-        return
+    of_model = model.config, model.config.get_text_config()  # what reads images says it on top
+    tied = next((c.tie_word_embeddings for c in of_model if hasattr(c, "tie_word_embeddings")), False)
+    kept_alike = all(getattr(config, "ensure_weight_tying", False) for config in configs)
     for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
-        if any(parameter.requires_grad for parameter in module.parameters()):
+        if tied and not kept_alike and any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError(
-                f"The LoRA trains the model's {name} (tie_word_embeddings: true), but merged weights have one "
-                "tensor for both. Take it out of the LoRA's modules, or set LoraConfig's ensure_weight_tying."
+                f"The LoRA trains the model's {name} (tie_word_embeddings: true), and merged weights have one tensor "
+                "for both. Take it out of the LoRA's modules, or set LoraConfig's ensure_weight_tying."
             )
-
-
-def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -> int | None:
-    """The model's context in tokens, None if unknown. Raises if the longest prompt leaves too little room in it."""
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if backend_of(args) == "colocate" and args.vllm_max_model_length is not None:
-        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
-    prompt = longest_prompt(env, dataset)
-    if context is not None and prompt + args.max_completion_length > context:
-        raise ValueError(
-            f"The longest prompt has {prompt} tokens, which with max_completion_length={args.max_completion_length} "
-            f"is more than the context of {context}. Shorten the prompts, in which tools and examples are, or set "
-            f"max_completion_length to at most {context - prompt}."
-        )
-    return context
 
 
 def limit_context(env: Any, context: int | None, limit: str) -> None:
     """Make a context the environment's, if it is shorter than what it has. `limit` says what to raise then."""
     if context is not None and context < (env.max_model_len or float("inf")):
         env.max_model_len, env.context_limit = context, limit
-
-
-def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
-    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
-    classes = env.environments.by_name.values() if env.environments is not None else []
-    if env.state_key is None and not any(hasattr(cls, "state_key") for cls in classes):
-        logger.warning(
-            f"credit_assignment: {credit_assignment} without state keys credits turn 0 as turn_return does, and a "
-            "later turn by the outcome alone. Define STATE_KEY = function_of_the_turns in tools_script."
-        )
 
 
 def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
@@ -368,19 +281,13 @@ def prepare_env(
 
     Returns the training and test rows with prompts, the tokenizer and the model's configuration.
     """
-    check_sharding(args)
-    if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
-        logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
-    for text in warnings_of(args) if args.process_index == 0 else ():
-        logger.warning(text)
+    check_processes(args)
+    warn_of_untested()
     train, test = prepare_data(env, args, train, test)
-    if len(train) < (needed := args.generation_batch_size // args.num_generations):
-        raise ValueError(f"train_dataset has {len(train)} prompts, and a batch of rollouts needs {needed}.")
     name = model if isinstance(model, str) else model.config._name_or_path
     # A processor holds the tokenizer, and what reads images, which is read anew.
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
-    check_isolated(args, env)
     share_limits(args, env)
     env.tokenizer = env.tokenizer or tokenizer
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
@@ -399,10 +306,11 @@ def prepare_env(
     for split, where in ((train, "train_dataset"), *((each, "eval_dataset") for each in splits)):
         check_dataset(split, where, env)
         check_images(split, where, env)
-        context = check_context(env, model_config, split, args)
-        colocated = backend_of(args) == "colocate" and args.vllm_max_model_length == context
-        longer = "the context by a model with a longer one (max_position_embeddings)"
-        limit_context(env, context, "vllm_max_model_length" if colocated else longer)
+        prompt_ids_of(env, split[0])  # raises for a chat template that cannot write it, or has no tools
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    limit_context(env, context, "the context by a model with a longer one (max_position_embeddings)")
+    if backend_of(args) == "colocate":
+        limit_context(env, args.vllm_max_model_length, "vllm_max_model_length")
     return train, test, tokenizer, model_config
 
 
@@ -413,20 +321,13 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
             check_server(server, env, model_config, args, dataset)
         return client.check_settings()
     client.wait_until_healthy()
-    context, engine = client.model_card["max_model_len"], client.engine
-    where = f"The {engine.title} server at {client.base_url}"
-    if untested := outside({engine.name: engine.version(client)}):
-        logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
+    engine, where = client.engine, f"The {client.engine.title} server at {client.base_url}"
+    warn_of_untested({engine.name: engine.version(client)})
     if args.vllm_importance_sampling_correction and (reason := engine.why_biased(client, cuts_of(args))):
         raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")
     client.vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
-    needed = longest_prompt(env, dataset) + args.max_completion_length
-    if context < needed:
-        raise ServerError(
-            f"{where} has a context of {context} tokens; the longest prompt and max_completion_length need {needed}. "
-            f"Start it with {engine.CONTEXT} {needed} or more."
-        )
+    context = client.model_card["max_model_len"]
     limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
     if client.reads_images:
         try:

@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import yaml
 from transformers import SchedulerType
 from trl import ModelConfig, TrlParser
 
-from mt_grpo.base.fields import fits_type, in_range, key, keys_that, range_text
+from mt_grpo.base.fields import fits_type, in_range, key, keys_that
 from mt_grpo.base.files import RecipeLoader, absolute
 from mt_grpo.conversation.tools.signature import type_name
 from mt_grpo.recipe.data import GENERATED_DATASETS
@@ -150,7 +150,7 @@ def check_values(config: Any) -> None:
         interval = fact_of(each, "within") or "[0, inf)"
         for number in value if isinstance(value, list) else [value]:
             if type(number) in (int, float) and not in_range(number, interval):
-                raise ValueError(f"{each.name}={value!r}, expected {range_text(interval)}.")
+                raise ValueError(f"{each.name}={value!r}, expected a finite number in {interval}.")
 
 
 def make_absolute(config: Any) -> None:
@@ -159,9 +159,8 @@ def make_absolute(config: Any) -> None:
         kind, value = fact_of(each, "path"), getattr(config, each.name)
         if kind is True and value:
             value = [absolute(path) for path in value] if isinstance(value, list) else absolute(value)
-        elif kind and value and kind in value:
-            path, _, name = value.rpartition(":")
-            value = f"{absolute(path)}:{name}"
+        elif kind and value and kind in value:  # path.py:Name
+            value = absolute(value)
         setattr(config, each.name, value)
 
 
@@ -173,7 +172,8 @@ class RecipeParser(TrlParser):
         self.known = known_keys(classes)
         for action in self._actions:
             if action.type and type(None) in typing.get_args(self.known.get(action.dest)):
-                action.type = or_none(action.type)
+                kind = functools.wraps(action.type)  # argparse names it in errors
+                action.type = kind(lambda text, read=action.type: None if text == "null" else read(text))
 
     def error(self, message: str) -> typing.NoReturn:
         """Raise `ValueError` with argparse's message."""
@@ -186,14 +186,8 @@ class RecipeParser(TrlParser):
         check_known(options, self.known, "on the command line")
         if rest:
             raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and a recipe after --config.")
-        lists_of_null = {key: None for key, value in vars(namespace).items() if value == [None]}
-        vars(namespace).update(lists_of_null)
+        vars(namespace).update({key: None for key, value in vars(namespace).items() if value == [None]})
         return namespace, rest
-
-
-def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type of argparse that also reads null, as None."""
-    return functools.wraps(kind)(lambda text: None if text == "null" else kind(text))
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
@@ -201,7 +195,8 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
 
     Raises `ValueError` for an unknown key or a value of a wrong type.
     """
-    text, known = Path(path).read_text(encoding="utf-8"), known_keys(classes) | {"env": dict}
+    text = Path(path).read_text(encoding="utf-8")
+    known = known_keys(classes) | {"env": dict[str, str | int | float | bool]}
     try:
         recipe = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:
@@ -209,21 +204,13 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
     check_known(recipe, known, f"in {path}")
-    if early := [name for name in recipe.get("env") or {} if name in READ_AT_IMPORT]:
-        raise ValueError(f"env: {early[0]} in {path} is read before a recipe is. Set it in the shell.")
     for name, value in recipe.items():
-        if not fits_type(value, known[name], from_yaml=True):
+        if not fits_type(value, known[name]):
             hint = " YAML reads no, off, yes and on as booleans: quote them." if isinstance(value, bool) else ""
             raise ValueError(
                 f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[name])}.{hint}"
             )
-    if not all(isinstance(value, str | int | float) for value in (recipe.get("env") or {}).values()):
-        raise ValueError(f"env: {recipe['env']!r:.200} in {path}, expected lines of `NAME: text`.")
     return recipe | {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
-
-
-READ_AT_IMPORT = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_CACHE",
-                  "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"}  # fmt: skip
 
 
 def check_known(names: Iterable[Any], known: Collection[str], where: str) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import sys
 import types
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.base.rows import Rows
@@ -85,13 +83,8 @@ def integrations() -> tuple[Integration, ...]:
 
 @functools.cache
 def add_integrations(script_arguments: type) -> type:
-    """Add the keys of all integrations to a dataclass of settings. Raises `ValueError` for a key that two have."""
+    """Add the keys of all integrations to a dataclass of settings."""
     classes = *(each.keys for each in integrations()), script_arguments
-    owners: dict[str, type] = {}
-    for cls in classes:
-        for each in dataclasses.fields(cls):
-            if (owner := owners.setdefault(each.name, cls)) is not cls:
-                raise ValueError(f"{owner.__name__} and {cls.__name__} both have the recipe key {each.name}.")
     return dataclasses.make_dataclass(script_arguments.__name__, [], bases=classes)
 
 
@@ -171,10 +164,7 @@ def import_file(path: str, key: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError, SystemExit) as error:
-        raise ValueError(f"{key}: {path!r} cannot be imported ({error_line(error)}).") from error
+    spec.loader.exec_module(module)
     return module
 
 
@@ -226,10 +216,7 @@ def tools_module(path: str) -> types.ModuleType:
 
 def load_state_key(path: str | None) -> Callable[[list[Turn]], Any] | None:
     """The function `STATE_KEY` of a tools file, from the turns so far to the state's key; None if it has none."""
-    state_key = getattr(tools_module(path), "STATE_KEY", None) if path else None
-    if state_key is not None and (not callable(state_key) or inspect.iscoroutinefunction(state_key)):
-        raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
-    return state_key
+    return getattr(tools_module(path), "STATE_KEY", None) if path else None
 
 
 def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
@@ -241,26 +228,16 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    module = tools_module(path)
-    if not tools and not hasattr(module, "ENVIRONMENT"):
-        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    if inspect.iscoroutinefunction(check := getattr(module, "CHECK_TOOLS", lambda: None)):
-        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
-    check()
+    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
     if not isolate:
         return tools
     processes = ToolProcesses(path, tools)
-    try:
-        run_async(processes.try_one())
-    except RuntimeError as error:
-        raise ValueError(f"isolate_tools: a process of its own cannot import {path!r}: {error}. See above.") from error
+    run_async(processes.try_one())
     return [processes.isolated(index, tool) for index, tool in enumerate(tools)]
 
 
-def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
+def load_rewards(path: str | None) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
-    if not path and not optional:
-        raise ValueError("reward_fn is not set. Add it to the recipe; hf_recipes/ has examples.")
     if not path:
         return [], []
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])

@@ -78,15 +78,16 @@ READINGS = (
         "dtype: float32, with bf16: true to compute in bfloat16, or train with ZeRO-3 or FSDP2."),
     Reading("temperature", lambda f: f["temperature"] >= 1.5,
         "temperature is {temperature:g}. Above 1 calls and answers break. Set temperature: 1.0."),
-    Reading("cut sampling", lambda f: f["sampling/token_ratio_mean"] >= 0 and bool(f.get("sampling/cuts")),
-        "{sampling/cuts} biases the importance ratio of a token: it is {sampling/token_ratio_mean:.3f} on average, "
-        "and should be 1. Remove the setting, or set vllm_importance_sampling_correction: false."),
     Reading("failures", lambda f: f["rollouts/failed"] >= 0.2,
         "In {rollouts/failed:.0%} of the rollouts{since} the environment or the agent failed{frequent/failure}. Fix "
         "the environment or the agent, or raise environment_timeout.", lambda f: f["rollouts/failed"] >= 0.95),
     Reading("identical rollouts", lambda f: f["groups/identical"] >= 0.5,  # by chance: one group of 128
         "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}. Set "
         "temperature: 1.0, look whether top_k, top_p or min_p leave one choice.", lambda f: f[NO_SIGNAL] >= 1),
+    Reading("cut sampling", lambda f: bool(f.get("sampling/cuts")),
+        "{sampling/cuts}: rollouts are sampled from another distribution than the policy's, which biases the gradient."
+        " The mean importance ratio of a token is {sampling/token_ratio_mean:.3f}, and should be 1 (nan: it is not "
+        "corrected). Remove the setting."),
     Reading("failing tools", lambda f: f["tools/broken"] >= 0.5,
         "{tools/broken:.0%} of the calls that reach the tool {tools/broken_name} fail: {frequent/tool_error}. Fix the"
         " tool or what it needs, or raise tool_timeout.", lambda f: f["tools/all_broken"] >= 0.98),
@@ -130,8 +131,6 @@ READINGS = (
     Reading("logprobs", lambda f: f["sampling/sampling_logp_difference/mean"] > 0.1,  # bf16 gives a few 1e-2
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
         "average{since}. Compare the dtype, the chat template and the model of both; see docs/faults.md."),
-    Reading("few groups", lambda f: f["groups_per_step"] < 8,
-        "An optimizer step has {groups_per_step:g} groups. Raise gradient_accumulation_steps until it has 8."),
     Reading("effective share", lambda f: f[EFFECTIVE_SHARE] < 0.5,
         "The importance ratio leaves {sampling/effective_share:.0%} of the rollouts{since} in effect. Set "
         "vllm_importance_sampling_mode: token_truncate, or lower max_staleness."),
@@ -173,12 +172,11 @@ def facts_of_settings(trainer: ResumableTrainer) -> dict[str, Any]:
     system = "".join(m["content"] for m in messages if m["role"] == "system" and isinstance(m["content"], str))
     read = env.tokenizer.decode(prompt_ids_of(env, row))
     lacking = [name for name in tools if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", read)]
-    rollouts_per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     return {
         **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
         "optim": str(getattr(args.optim, "value", args.optim)), "lora": is_peft_model(trainer.model),
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
-        "credit_assignment": args.credit_assignment, "groups_per_step": rollouts_per_step / args.num_generations,
+        "credit_assignment": args.credit_assignment,
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
         "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1  # raised when a column changes its meaning
 TOKEN_COLUMNS = {"loss_mask": "tool_mask", "advantages": "advantages", "trainer_logprobs": "old_per_token_logps"}
 SEGMENT_BYTES = 64 * 2**20  # at which a segment is closed
-MOST_BYTES = 4 * 2**30  # of a rank's closed segments; the oldest are deleted first
 IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder next to the log, and how many images are written into it
 # Rank, number unless it is the open one. Earlier versions compressed those that were closed.
 SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl(?:\.gz)?")
@@ -81,7 +80,7 @@ def rollout_rows(
     tokenizer turns have their tokens.
     """
     tables = batch.reward, batch.logged, batch.rewards.turn, advantages, outcome
-    values = zip(*(without_nan(batch.own(table).cpu()[places].tolist()) for table in tables))
+    values = zip(*(batch.own(table).cpu()[places].tolist() for table in tables))
     rows = []
     for i, of_turns, (reward, per_function, per_turn, advantage, of_outcome) in zip(places, columns, values):
         rollout = batch.rollouts[i]
@@ -114,13 +113,6 @@ def rollout_rows(
         }
         rows.append(row)
     return rows
-
-
-def without_nan(numbers: Any) -> Any:
-    """A list of numbers, or of lists of them, with None in the place of NaN."""
-    if isinstance(numbers, list):
-        return [without_nan(each) for each in numbers]
-    return numbers if numbers == numbers else None
 
 
 # INVARIANT: NaN and infinities, which JSON does not have, are null. What else it does not have is text.
@@ -282,13 +274,9 @@ def open_segment(segment: Path) -> Any:
 
 
 def close_segment(path: Path) -> None:
-    """Give the open segment its number, and delete the oldest ones while all of them together are too large."""
+    """Give the open segment its number."""
     rank = int(SEGMENT.fullmatch(path.name)[1])
     path.rename(path.with_name(f"{path.stem}.{max(segments(path.parent)[rank]):05d}.jsonl"))
-    closed = list(segments(path.parent)[rank].values())
-    while len(closed) > 1 and sum(map(os.path.getsize, closed)) > MOST_BYTES:
-        logger.warning(f"{closed[0]} is deleted: the log of rollouts may have {MOST_BYTES / 2**30:g} GiB at most.")
-        closed.pop(0).unlink()
 
 
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:

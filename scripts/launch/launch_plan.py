@@ -36,7 +36,6 @@ from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.checks import (
     backend_of,
     check_batch_arithmetic,
-    check_context,
     check_dataset,
     check_images,
     longest_prompt,
@@ -146,13 +145,13 @@ def is_given(argv: list[str], key: str) -> bool:
 def server_context(
     script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig
 ) -> tuple[int, bool]:
-    """(tokens of the server's context: of the longest prompt and a whole completion; whether it reads images).
+    """(tokens of the server's context: the longest prompt and a completion, or the model's; whether it reads images).
 
     Raises:
-        ValueError: tools, rewards or data that do not load, or prompts too long for the model.
+        ValueError: tools, rewards or data that do not load.
     """
     tools = load_recipe_tools(script_args, args)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     weights_of(turn_funcs, args.turn_reward_weights, "turn")
     weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
     name, revision = model_args.model_name_or_path, model_args.model_revision
@@ -169,9 +168,9 @@ def server_context(
         where = f"dataset {script_args.dataset_name!r}, split {split!r}"
         check_dataset(rows, where, env)
         check_images(rows, where, env)
-        check_context(env, config, rows, args)
         needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
-    return needed, reader_of(tokenizer) is not None
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(needed, context or needed), reader_of(tokenizer) is not None
 
 
 def server_dtype(args: mt.MTGRPOConfig, model_args: Any) -> str:

@@ -216,7 +216,6 @@ def test_rows_are_read_as_those_of_a_data_set(tmp_path):
     rows = [{"prompt": str(i), **({"n": i} if i % 2 else {})} for i in range(6)]
     data = load_rows(written(tmp_path / "rows.jsonl", rows), "train", size=5)
     assert (len(data), data.column_names, data["n"]) == (5, ["prompt", "n"], [None, 1, None, 3, None])
-    assert [row.keys() for row in data.select_columns(["n"])] == [set(), {"n"}, set(), {"n"}, set()]
     assert data[-2]["n"] == 3 and data[3:] == [data[3], data[4]]
     for key, error in ((5, IndexError), (-6, IndexError), ("m", KeyError)):
         with pytest.raises(error):

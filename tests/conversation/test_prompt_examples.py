@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -349,15 +348,3 @@ def test_half_a_file(name, text, error, tmp_path):
         read_prompt_examples(str(tmp_path / name))
     with pytest.raises(ValueError, match="prompt_examples: .*No such file"):
         read_prompt_examples(str(tmp_path / "none.yaml"))
-
-
-def test_examples_that_fill_the_context(random_model, tmp_path):
-    long = [user("x " * 300), assistant("y")]
-    env = MultiTurnToolEnv([], "Be short.", prompt_examples=[long])
-    args = settings(tmp_path, max_completion_length=8)
-    rows = Dataset.from_list([{"prompt": [user("go")]}] * 8)
-    with pytest.raises(ValueError, match="longest prompt has .* tokens, .* examples are"):
-        config = json.loads((Path(random_model) / "config.json").read_text())
-        env.prompt_examples[0][0]["content"] = "x " * config["max_position_embeddings"]
-        MTGRPOEnvTrainer(random_model, env, [], [lambda completions, **kwargs: [0.0] * len(completions)],
-                         args=MTGRPOConfig(**args), train_dataset=rows)  # fmt: skip

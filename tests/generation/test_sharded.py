@@ -17,7 +17,7 @@ from test_first_batch import recipe_file
 from transformers import AutoModelForCausalLM
 
 import mt_grpo_trainer as mt
-from mt_grpo.recipe.checks import check_sharding
+from mt_grpo.recipe.checks import check_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, FSDP2 = (ROOT / f"hf_recipes/accelerate/{name}.yaml" for name in ("cpu", "fsdp2"))
@@ -223,19 +223,11 @@ def test_a_gather_that_fails_on_one_rank_ends_the_run(rank, tmp_path):
     assert "MemoryError: none left" in text and "The run ends without saving itself." in text
 
 
-def test_sharding_that_accelerate_does_not_do_is_refused(tmp_path, monkeypatch):
-    """It would train by DDP without a word."""
+def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, monkeypatch):
+    """Each would train alone, and write into one folder."""
     monkeypatch.chdir(ROOT)
     args = mt.parse_arguments(["--config", recipe(tmp_path / "x", "out")])[1]
-    check_sharding(args)
-    with monkeypatch.context() as two, pytest.raises(ValueError, match="2 processes were launched.* counts 1"):
-        two.setenv("WORLD_SIZE", "2")
-        check_sharding(args)
-    with monkeypatch.context() as mixed, pytest.raises(ValueError, match="bf16: false, and accelerate .* bf16, which"):
-        mixed.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-        check_sharding(args)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="FSDP is asked for, but accelerate shards nothing on a CPU"):
-        check_sharding(args)
-    text = launch(FSDP2, ["mt_grpo_trainer.py"], "--config", recipe(tmp_path / "x", "out"), fails=True)
-    assert "error: FSDP is asked for, but accelerate shards nothing on a CPU" in text and "Loading weights" not in text
+    check_processes(args)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were launched.* counts 1"):
+        check_processes(args)

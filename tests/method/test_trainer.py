@@ -951,8 +951,3 @@ def sampled(random_model, tmp_path_factory):
 @pytest.mark.parametrize("key", OF_THE_MODEL)
 def test_samples_do_not_depend_on_the_models_own_generation_config(sampled, key):
     assert sampled({key: OF_THE_MODEL[key], "do_sample": True}) == sampled({})
-
-
-def test_gigpo_says_what_it_amounts_to_without_state_keys(random_model, tmp_path, caplog):
-    make_trainer(random_model, tmp_path, credit_assignment="gigpo")
-    assert "without state keys" in caplog.text and "turn_return" in caplog.text

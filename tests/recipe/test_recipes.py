@@ -38,7 +38,7 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
-from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts, warnings_of
+from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.parse import OF_TRL, known_keys, read_recipe
 from mt_grpo.recipe.plugins import import_file
@@ -366,9 +366,7 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
     recipe = {k: v for k, v in on_this_machine(original, random_model, tmp_path).items() if k not in VLLM_KEYS}
 
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
-    # A preflight has nothing against the recipe, but for its few rollouts here. (What it says of rollouts is about the
-    # model, a random one.)
-    assert [each for each in troubles(facts_of_settings(trainer)) if each.name != "few groups"] == []
+    assert troubles(facts_of_settings(trainer)) == []  # (what a preflight says of rollouts is about a random model)
     trainer.train()
 
     assert trainer.state.global_step == 1
@@ -489,9 +487,6 @@ def test_refused_keys(parse):
     ({"loss_type": "cispo", "epsilon_high": 0.28}, "a cap of 0.28, below 1"),
     ({"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome",
       "vllm_importance_sampling_mode": "sequence_mask"}, "Set vllm_importance_sampling_mode: token_mask"),
-    ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
-    ({"optim": "adalomo"}, "steps inside each backward pass"),
-    ({"accelerator_config": {"split_batches": True}}, "some prompts would never be trained"),
     ({"use_transformers_continuous_batching": True, "fp16": True, "use_cpu": False}, "continuous_batching.* casts"),
     ({"lora_r": 8}, "lora_r=8 has no effect without use_peft"),
     ({"use_dora": True}, "use_dora=True has no effect without use_peft"),
@@ -600,14 +595,13 @@ def build(random_model, tmp_path, no_weights):
         ({"max_completion_length": None}, "^max_completion_length: None .*expected int"),
         ({"save_steps": 0}, "^save_steps=0, expected"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
-        ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .*expected lines of"),
-        ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .* is dict, expected"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
         ({"tools_script": ...}, "tools_script is not set"),
         ({"model_name_or_path": ...}, "model_name_or_path is not set"),
         ({"dataset_name": ...}, "dataset_name is not set"),
-        ({"reward_fn": ...}, "reward_fn is not set"),
+        ({"reward_fn": ...}, "No reward functions. Expected"),
         ({"tool_format": "hermes"}, "The chat template of .* has no tool support: it leaves calls out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -653,17 +647,12 @@ def test_every_number_has_a_range(parse, no_weights):
                 parse(**{"use_peft": True, key: value})
 
 
-@pytest.mark.parametrize("key, value", [("num_beams", 4), ("do_sample", False), ("presence_penalty", 0.5)])
+@pytest.mark.parametrize(
+    "key, value", [("num_beams", 4), ("do_sample", False), ("presence_penalty", 0.5), ("temperature", 0.5)]
+)
 def test_generation_kwargs_that_would_sample_another_distribution_are_rejected_by_name(key, value, parse):
     with pytest.raises(ValueError, match=f"generation_kwargs: {key!r}"):
         parse(generation_kwargs={key: value})
-
-
-def test_the_loss_has_the_temperature_that_is_sampled_at(parse):
-    """`generation_kwargs` would win for the samples alone."""
-    with pytest.raises(ValueError, match="temperature=0.5 samples.*1.0"):
-        parse(generation_kwargs={"temperature": 0.5})
-    parse(generation_kwargs={"temperature": 0.5}, temperature=0.5)
 
 
 def test_good_values_are_taken(parse):
@@ -778,12 +767,8 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     [
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
-        ("tools_script", TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a function.*, got 3"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
-        ("tools_script", "import sys\nsys.exit()", "tools_script: .*cannot be imported .SystemExit"),
-        ("tools_script", "import not_there_x", "tools_script: .*cannot be imported .ModuleNotFoundError"),
         ("reward_fn", "def right(completions, **kwargs): pass", "defines neither TURN_REWARD_FUNCS nor OUTCOME_"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
         ("reward_fn", "def right(completions): pass\nTURN_REWARD_FUNCS = [right]", r"right takes no \*\*kwargs"),
@@ -924,7 +909,6 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
             "'rows.jsonl' has no split 'validation', only train and test",
         ),  # else all rows
         ("arithmetic", "tset", None, "'arithmetic' has no split 'tset'"),  # else of train
-        ("chain", "train", 10**9, "dataset_size=1000000000: chain has 1000000 rows at most"),
     ],
 )
 def test_splits_that_are_not_there(name, split, size, message):
@@ -938,13 +922,6 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
     trainer.train_dataset = Rows([])
     with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts"):
         trainer.train()
-
-
-def test_prompt_that_does_not_fit_the_context(build):
-    with pytest.raises(ValueError, match="longest prompt.*max_completion_length=8192") as error:
-        build(max_completion_length=8192)
-    length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
-    assert f"at most {8192 - length}" in str(error.value)
 
 
 def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
@@ -981,8 +958,6 @@ def test_what_a_clip_around_the_sampled_logprobs_needs(tmp_path):
         with pytest.raises(ValueError, match=rf"^old_logps: sampled: {key}=.* makes the sampled"):
             made(**changes)
         assert text_of_cuts(made(old_logps="policy", **changes)) == f"{key}={value}"
-        without = made(old_logps="policy", vllm_importance_sampling_correction=False, **changes)
-        assert text_of_cuts(without) == ""
     assert text_of_cuts(made(generation_kwargs={"min_tokens": 0, "top_p": 1.0, "logit_bias": {}})) == ""
     for changes, message in (
         ({"vllm_importance_sampling_correction": False}, "needs .*vllm_importance_sampling_correction: true"),
@@ -1027,47 +1002,31 @@ def test_defaults_that_fit_conversations(tmp_path):
         "warmup_steps": 10,
         "old_logps": None,
     }
-    assert {key: getattr(args, key) for key in expected} == expected and warnings_of(args) == []
+    assert {key: getattr(args, key) for key in expected} == expected
     assert mt.recipe_classes()[2]().lora_dropout == 0.0
 
 
 @pytest.mark.parametrize(
-    "changes, old_logps, warning",
+    "changes, old_logps",
     [
-        ({"max_staleness": 2}, None, None),
-        ({"max_staleness": 3}, "sampled", None),
-        ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled", None),
-        ({"max_staleness": 3, "old_logps": "policy"}, "policy", None),
-        ({"max_staleness": 3, "top_p": 0.9}, "policy", "top_p=0.9 makes the sampled"),
-        ({"max_staleness": 3, "loss_type": "sapo"}, "policy", "sapo, per token, clips no token"),
-        ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "policy", "clip_max=2.0 has no effect then"),
+        ({"max_staleness": 2}, None),
+        ({"max_staleness": 3}, "sampled"),
+        ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled"),
+        ({"max_staleness": 3, "old_logps": "policy", "top_p": 0.9}, "policy"),
+        ({"max_staleness": 3, "loss_type": "sapo"}, "policy"),
+        ({"max_staleness": 3, "importance_sampling_level": "sequence"}, "policy"),
+        ({"max_staleness": 3, "top_p": 0.9}, "top_p=0.9 makes the sampled .* Set old_logps: policy"),
+        ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "clip_max=2.0 has no effect then"),
     ],
 )
-def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warning, tmp_path, caplog):
-    args = mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED, **changes)
-    assert args.old_logps == old_logps
-    said = [record.message for record in caplog.records if "old_logps: policy, since" in record.message]
-    assert said == [] if warning is None else warning in said[0]
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"use_vllm": False, "top_k": 50}, "top_k=50: rollouts are not sampled from the policy"),
-        ({"use_vllm": False, "generation_kwargs": {"min_p": 0.1}}, "min_p=0.1: rollouts are not sampled"),
-        ({"vllm_importance_sampling_correction": False, "top_p": 0.9}, "top_p=0.9: rollouts are not sampled from the"),
-        ({"vllm_mode": "colocate", "top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
-        ({"top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
-        ({"importance_sampling_level": "sequence"}, "epsilon=0.2: ratios of sequences hardly ever move so far"),
-        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 0.02}, "epsilon=0.02: ratios"),
-        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
-        ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, None),
-        ({}, None),
-    ],
-)
-def test_what_settings_make_of_the_gradient_is_warned_of(changes, words, tmp_path):
-    args = mt.MTGRPOConfig(**{"output_dir": str(tmp_path), "per_device_train_batch_size": 8, **SERVED, **changes})
-    assert [text[: len(words or "")] for text in warnings_of(args)] == ([] if words is None else [words])
+def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, tmp_path):
+    """With a loss that clips no token, around the policy; else around what was sampled, or the run is refused."""
+    given = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, **SERVED, **changes}
+    if old_logps in (None, "policy", "sampled"):
+        assert mt.MTGRPOConfig(**given).old_logps == old_logps
+        return
+    with pytest.raises(ValueError, match=old_logps):
+        mt.MTGRPOConfig(**given)
 
 
 def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
@@ -1081,14 +1040,8 @@ def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
     assert shown == set(known_keys(mt.recipe_classes()))
 
 
-@pytest.mark.parametrize("role", ["human", None, "system"])
+@pytest.mark.parametrize("role", ["human", None])
 def test_a_prompt_in_which_no_known_speaker_asks(role):
     rows = Dataset.from_list([{"prompt": [{"role": role, "content": "2 + 2?"}]}])
-    with pytest.raises(ValueError, match="train_dataset, row 0: the roles of the prompt are"):
+    with pytest.raises(ValueError, match=f"train_dataset, row 0: the prompt has the unknown role {role!r}"):
         check_dataset(rows, "train_dataset", None)
-
-
-def test_a_batch_that_the_data_does_not_fill_is_refused_before_weights_are_loaded(tmp_path, no_weights):
-    argv = ["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--output_dir", str(tmp_path)]
-    with pytest.raises(SystemExit, match="train_dataset has 4 prompts, and a batch of rollouts needs 8"):
-        mt.main([*argv, "--dataset_size", "4"])

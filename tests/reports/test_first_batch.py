@@ -66,18 +66,18 @@ def recipe_file(folder, source=CALCULATOR, **changes):
 
 
 def preflight(path, capsys):
-    """(exit code, what is printed, names of the troubles but for the two groups a step of the recipes here)."""
+    """(exit code, what is printed, names of the troubles)."""
     with pytest.raises(SystemExit) as ended:
         mt.main(["--config", path, "--preflight"])
     text = capsys.readouterr().out
-    return ended.value.code, text, re.findall(r"^  \d+\. (?!few groups)(.*?):", text, re.M)
+    return ended.value.code, text, re.findall(r"^  \d+\. (.*?):", text, re.M)
 
 
 @pytest.mark.contract("preflight")
 def test_a_recipe_that_is_well(tmp_path, capsys):
     """It says what will happen, and writes nothing."""
     code, text, found = preflight(recipe_file(tmp_path), capsys)
-    assert (code, found) == (0, []) and "few groups: An optimizer step has 2 groups" in text
+    assert (code, found) == (0, [])
     assert "34 (longest prompt) + 160 (max_completion_length) = 194 tokens of 1024" in text
     assert "memory   0.0135 GiB per rank before it is sharded (weights 0.00337 GiB, gradients 0.00337 GiB" in text
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
