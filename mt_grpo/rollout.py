@@ -20,8 +20,8 @@ class StopReason(StrEnum):
 
     ANSWERED = "answered"  # a turn without a call gave an answer
     NO_TOOL_CALL = "no_tool_call"  # the model ended its turn with neither a call nor an answer
-    MAX_TURNS = "max_turns"  # a further call after max_env_steps observations
-    MAX_TOKENS = "max_tokens"  # the token budget of the completion, or of a turn outside a call, is used up
+    MAX_TURNS = "max_turns"  # a further call or reply after max_env_steps observations
+    MAX_TOKENS = "max_tokens"  # the budget of the completion, or of a turn without a call, has no room to answer
     CONTEXT_LENGTH = "context_length"  # the model's context is full
     ENVIRONMENT_STOP = "environment_stop"  # the environment ended the conversation
     ENVIRONMENT_ERROR = "environment_error"  # the environment raised or hung; the rollout is not trained on
@@ -65,12 +65,13 @@ class ToolResult:
 class Reply:
     """The reply of an environment to a turn. At most one of the first four fields is set.
 
-    If none is set, the results of the turn's calls are appended; without a call the conversation ends.
+    If none is set, the results of the turn's calls are appended; without a call the conversation ends. A new record
+    begins with `history`, and with a `continuation` of a turn that had ended.
     """
 
     messages: list[Message] | None = None  # what the model reads next, after the results
     continuation: str | None = None  # appended to the turn's own text, which the model then continues
-    history: list[Message] | None = None  # replaces the whole conversation so far: a new record begins
+    history: list[Message] | None = None  # replaces the whole conversation so far
     stop: bool = False  # ends the conversation
     reward: float | None = None  # the reward of this turn
     info: dict[str, Any] = field(default_factory=dict)  # for rewards and the log
@@ -379,7 +380,7 @@ class Rollout(TurnTokens):
 
     @property
     def new_tokens(self) -> int:
-        """The number of tokens that max_completion_length counts: sampled and newly read ones, over all records."""
+        """Tokens that max_completion_length counts: sampled and newly read ones, but not an edited history."""
         contexts = [*(turn.context for turn in self.turns), self.edited]
         own = sum(len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns)
         return own + sum(context.new_tokens for context in contexts if context is not None)

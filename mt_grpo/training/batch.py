@@ -112,7 +112,7 @@ class Batch:
         return self.rewards.outcome + self.rewards.turn_total
 
     def trained_rollouts(self, args: Any) -> torch.Tensor:
-        """Which rollouts have tokens in the loss, (N,) bool: those with a score, with TRL's masking whole ones."""
+        """Which rollouts have tokens in the loss, (N,) bool: those with a score, without masked truncated ones."""
         scored = ~self.rewards.outcome.isnan()
         return scored & ~torch.tensor(self.truncated) if args.mask_truncated_completions else scored
 
@@ -126,7 +126,7 @@ class Batch:
         return (self.rewards.num_tokens > 0) & self.trained_rollouts(args)[:, None]
 
     def pass_inputs(self, per_record: bool, accelerator: Any) -> dict[str, torch.Tensor]:
-        """What passes read beside TRL's batch: the `rollouts` of its rows (M,), and `num_rows_in_batch`. Collective.
+        """Further inputs of passes: `rollouts`, each row's number (M,), and `num_rows_in_batch`. Collective.
 
         The latter divides losses that are a mean over rows: the number of scored rollouts of all ranks, or of their
         records.
@@ -236,8 +236,9 @@ def compare_ranks(
         )
     for key in compares_tokens(args) if max(numbers) else ():
         raise RunError(
-            f"{key}={getattr(args, key)} compares the tokens of a whole batch. The environment edited a history, so "
-            f"the batch is trained in several passes. Remove {key}, or use an environment that edits no history."
+            f"{key}={getattr(args, key)} compares the tokens of a whole batch. The environment edited a history or "
+            "continued a turn that had ended, so the batch is trained in several passes. "
+            f"Remove {key}, or use an environment that does neither."
         )
     return max(numbers), failed, truncated
 
@@ -267,7 +268,7 @@ def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = tor
 
 
 def pad_turn_ids(records: list[Record], width: int) -> torch.Tensor:
-    """The `turn_ids` of all records, (M, width), -1 where there is padding.
+    """The turn that each token of the records belongs to, (M, width), also if it is masked; -1 for others.
 
     >>> from mt_grpo.rollout import Turn
     >>> turns = [Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "stop")]

@@ -34,9 +34,9 @@ BATCHES = itertools.count()
 
 
 class Pass(dict):
-    """The input of one forward pass: some rows, as a batch for TRL's loss."""
+    """The input of one forward pass: rows, as a batch for TRL's loss."""
 
-    loss_type, scale = "", 1.0  # TRL's, for this call, and what its policy loss and its KL count in the micro-batch's
+    loss_type, scale = "", 1.0  # TRL's loss type; the factor of its policy loss and its KL in the micro-batch's
     shared: SharedRow | None = None  # the same rows as one that shares prompts; None: they are computed as they are
     num_tokens, weight = 0, 0.0  # how many it computes; its trained tokens on all ranks
     is_weighted = is_first = False  # its loss mask has weights (`weighed`); no pass of the policy came before it
@@ -64,7 +64,7 @@ class TrainedRow(Example):
 
     @cached_property
     def own(self) -> int:
-        """Tokens that are computed for this record alone where it shares its prompt: up to the last trained one."""
+        """Tokens that are computed for this record alone where it shares its prompt, up to the last trained."""
         return max((k + 1 for k, trained in enumerate(self.trained) if trained), default=0)
 
     @property
@@ -128,16 +128,16 @@ def dummy_row(row: TrainedRow) -> TrainedRow:
     return TrainedRow(row.prompt_ids[-1:], [], [], values)
 
 
-def weighed(rows: list[TrainedRow], max_completion_length: int) -> list[TrainedRow]:
+def weighed(rows: list[TrainedRow], longest: int) -> list[TrainedRow]:
     """The rows of one rollout, whose tokens weigh L / T: its T trained tokens together as much as a completion.
 
     TRL's `grpo` is a mean over rows of means over tokens, and here several rows can be one rollout. With R scored
-    rollouts and L = `max_completion_length`, `dapo` divides the sum of these tokens' losses by R L: 1/R sum_i 1/T_i
-    sum_t loss_it.
+    rollouts and L = `longest`, `dapo` divides the sum of these tokens' losses by R L: 1/R sum_i 1/T_i sum_t loss_it.
 
-    INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
+    INVARIANT: a rollout's weights are equal, and at least 1, as no rollout trains more than L tokens: TRL's means over
+    a row's tokens read the same mask, and divide by at least 1.
     """
-    weight = max_completion_length / max(1, sum(row.num_trained for row in rows))
+    weight = longest / max(1, sum(row.num_trained for row in rows))
     return [replace(row, values={**row.values, "tool_mask": row.values["tool_mask"] * weight}) for row in rows]
 
 
@@ -189,7 +189,7 @@ def fill(rows: list[TrainedRow], budget: int, shares: bool) -> list[list[Trained
 def fill_together(rows: list[TrainedRow], budget: int, accelerator: Any) -> list[list[TrainedRow]]:
     """Padded rows in passes of at most `budget` tokens, in each of which all ranks have as many rows. Collective.
 
-    A rank that fills a pass up would pad what it fills up with to its own longest row.
+    Ranks with more rows in a pass would pad them to their longest one.
     """
     rows = sorted(rows, key=lambda row: -cost([row], False))
     bins = []
@@ -204,7 +204,7 @@ def fill_together(rows: list[TrainedRow], budget: int, accelerator: Any) -> list
 
 
 def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any) -> list[TrainedRow]:
-    """The rows that this rank computes, where those of its own would leave other ranks waiting. Collective.
+    """The rows that this rank computes, moved between ranks if their loads differ by more than `UNEVEN`. Collective.
 
     A group whose rows were on two ranks comes together.
     """
@@ -237,7 +237,7 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
 
 
 def skips_first_pass(trainer: Any) -> bool:
-    """Whether rollouts of a server need no forward pass before their step, because the loss computes the same.
+    """Whether rollouts of vLLM need no forward pass before their step, because the loss computes the same.
 
     The pass stays with several optimizer steps of a batch, and for a log that shows its logprobs.
     """
@@ -274,8 +274,9 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     mean_of = rows_in_mean(trainer, micro_batches[0])
     # INVARIANT: on all ranks or on none a rollout has further records.
     if is_weighted := loss_type == "grpo" and FURTHER_RECORDS in micro_batches[0]:
-        rollouts = [weighed(rows, trainer.max_completion_length) for rows in rollouts]
-        num_items = mean_of * trainer.max_completion_length * accelerator.num_processes
+        most = most_of_ranks(max(sum(row.num_trained for row in rows) for rows in rollouts), accelerator)
+        rollouts = [weighed(rows, most) for rows in rollouts]
+        num_items = mean_of * most * accelerator.num_processes
         num_items = torch.tensor(num_items * (args.steps_per_generation if training else 1), device=accelerator.device)
         loss_type = "dapo"
     rows = join(rollouts)
@@ -368,9 +369,9 @@ def rows_that_share(
 
 
 def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
-    """The two longest rows of one prompt, as a pass; one, where no prompt has two.
+    """The two longest rows of one prompt, as a pass, or a single row if no prompt has two.
 
-    The two shortest, where TRL's passes have a single row: two long ones might not fit.
+    The two shortest if the batch size is 1: two long ones might not fit.
     """
     longest = -1 if args.per_device_train_batch_size > 1 else 1
     groups: dict[int, list[TrainedRow]] = defaultdict(list)  # further records of a group may have other prompts

@@ -193,7 +193,7 @@ def passes_of(loss_type, training=True, layout="padded"):
     (found,) = into_passes(
         SimpleNamespace(
             args=args, accelerator=accelerator, model=SimpleNamespace(training=training), loss_type=loss_type,
-            max_completion_length=30, pad_to_multiple_of=None, layout=SimpleNamespace(kind=layout), use_vllm=False,
+            pad_to_multiple_of=None, layout=SimpleNamespace(kind=layout), use_vllm=False,
         ), [micro_batch],
     )  # fmt: skip
     return found[PASSES]
@@ -255,10 +255,10 @@ def test_a_loss_is_divided_as_without_passes(loss_type, scales, training):
     passes, weighs = passes_of(loss_type, training), loss_type == "grpo"
     assert {each.loss_type for each in passes} == {"dapo" if weighs else loss_type}
     # TRL divides dapo's by the micro-batches of a batch of rollouts.
-    divisor = 2 * 30 * (3 if training else 1) if weighs else 77
+    divisor = 2 * 3 * (3 if training else 1) if weighs else 77  # of the 3 tokens of the longest rollout
     assert {each["num_items_in_batch"].item() for each in passes} == {divisor}
     # Rollout 0 has 1 + 2 trained tokens, rollout 1 has 3.
-    assert [each["tool_mask"].max().item() for each in passes] == [30 / 3 if weighs else 1] * len(passes)
+    assert [each["tool_mask"].max().item() for each in passes] == [1] * len(passes)
     assert {each.is_weighted for each in passes} == {weighs}
     of_rows = 3 / 2 if loss_type in ("dr_grpo", "luspo") else 1.0  # TRL divides by three rows
     assert [each.scale for each in passes] == pytest.approx(scales if training else [of_rows])
