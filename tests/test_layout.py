@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from trl import GRPOTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,7 +205,7 @@ def test_one_file_defines_all_of_it(tmp_path):
         "except ValueError as error: sys.exit(str(error))"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
+        [warm_python.executable(), "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert ran.returncode == 1 and "'gym_env'" in ran.stderr and "This file has no integrations" in ran.stderr, (
