@@ -2,7 +2,6 @@
 
 import importlib.util
 import random
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -37,12 +36,6 @@ def test_every_value_of_a_chain_follows_from_the_one_before():
             value = calculator(f"{value} {sign} {number}")
             assert value == step and 0 <= int(value) <= 999
         assert row["answer"] == value
-
-
-def test_no_test_problem_is_trained_on():
-    train, test = ({row["question"] for row in make_chain(2000, 0, split)} for split in ("train", "test"))
-    assert len(train) == len(test) == 2000 and not train & test
-    assert all(zlib.crc32(question.removesuffix(".").encode()) % 10 == 0 for question in test)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +82,6 @@ def test_without_steps_the_answer_is_the_only_step():
     assert values == [[0.3, None], [0.0, 0.0, 0.3, None]]
 
 
-def test_calls_that_run_are_rewarded():
-    values = rewards.call_executed_reward_func(ROLLOUTS)
-    assert values == [[0.1, 0.1, 0.1, None], [0.1, 0.1, 0.1, 0.0, 0.1, 0.1, None], [None], [0.1, None]]
-
-
 def test_outcomes():
     gold = ["28", "28", "4", "14"]
     assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
@@ -127,29 +115,6 @@ def test_the_environments_own_words_are_no_result():
 def test_the_state_is_the_number_of_turns_and_the_last_result():
     keys = [state_key(DETOUR[:k]) for k in range(len(DETOUR))]
     assert keys == [(0, None), (1, "12"), (2, "24"), (3, "14"), (4, "14"), (5, "28"), (6, "28")]
-
-
-ROW = {"question": "Start with 4, then * 3, then + 2, then * 2.", "steps": STEPS, "answer": GOLD}
-
-
-def test_a_warm_start_without_mistakes_is_the_right_conversation():
-    said = [m["content"] for m in build.make_conversation(ROW, 1.0, 1.0, random.Random(0))[2:]]
-    assert said == [
-        build.call("4 * 3"), "<result>\n12\n</result>", build.call("12 + 2"), "<result>\n14\n</result>",
-        build.call("14 * 2"), "<result>\n28\n</result>", "<answer>28</answer>",
-    ]  # fmt: skip
-
-
-def test_a_warm_start_with_mistakes_has_every_kind_of_them():
-    rng = random.Random(0)
-    firsts = Counter(build.make_conversation(ROW, 0.0, 0.0, rng)[2]["content"] for _ in range(500))
-    right = build.call("4 * 3")
-    assert right not in firsts
-    mistakes = [build.call("4 + 2"), build.call("5 * 3"), build.call("4 * 3", "calc"), right.replace('"}}', '"}')]
-    for mistake in [*mistakes, "<answer>4</answer>", "4 * 3"]:
-        assert firsts[mistake] > 0, mistake
-    lasts = Counter(build.make_conversation(ROW, 1.0, 0.0, rng)[8]["content"] for _ in range(200))
-    assert lasts["<answer>28</answer>"] == 0 and lasts[build.call("28 * 2")] > 20 and lasts["28"] > 20
 
 
 @pytest.mark.parametrize(

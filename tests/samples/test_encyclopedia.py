@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 from build import search as build
-from build.common import encode, opening
+from build.common import encode
 from evaluate import evaluate, load_recipe
 from test_tiny_models import rollout_of
 from transformers import AutoTokenizer
@@ -99,49 +99,6 @@ def found(messages: list[dict]) -> list[tuple[str, str]]:
     """Title and text of every passage in a conversation."""
     results = [m["content"].split("\n") for m in messages[2:] if m["role"] == "user"]
     return [(lines[1].removeprefix("[1] "), lines[2]) for lines in results if lines[1].startswith("[1] ")]
-
-
-def test_a_warm_start_without_mistakes_searches_once_per_relation(form):
-    for messages in conversations(form, 50, (build.RIGHT, build.RIGHT)):
-        relations, entity = build.read_question(messages[1]["content"])
-        expected = opening(messages[1]["content"], build.SYSTEM)
-        for relation, (title, value) in zip(relations, found(messages), strict=True):
-            assert title == build.title_of(relation, entity)
-            expected += [{"role": "assistant", "content": build.call(title)},
-                         {"role": "user", "content": f"<result>\n[1] {title}\n{value}\n</result>"}]  # fmt: skip
-            entity = value
-        assert messages == [*expected, {"role": "assistant", "content": f"<answer>{entity}</answer>"}]
-
-
-def test_nothing_in_the_warm_start_can_be_learned_by_heart(form):
-    """A fact is drawn again in every conversation."""
-    passages = [pair for messages in conversations(form, 1000) for pair in found(messages)]
-    titles = {build.title_of(*key): value for key, value in FACTS.items()}
-    assert len(passages) > 1000
-    assert sum(titles.get(title) == value for title, value in passages) < 3  # chance: one in 4,096
-    again = Counter(title for title, _ in passages).most_common(1)[0]
-    assert len({value for title, value in passages if title == again[0]}) > again[1] / 2
-
-
-def test_a_warm_start_has_every_kind_of_mistake():
-    rng = random.Random(0)
-    right = build.call("river of Bala Fizu")
-    said = {kind: Counter(build.call_turn(kind, "river", "Bala Fizu", True, rng) for _ in range(500))
-            for kind in build.CALL_SHARES}  # fmt: skip
-    assert set(said["good"]) == {right}
-    assert set(said["no tag"]) == {"river of Bala Fizu"}
-    assert set(said["wrong tool"]) == {right.replace("wiki_search", name) for name in ("search", "wiki")}
-    assert build.call("ruler of Bala Fizu") in said["wrong relation"] and right not in said["wrong relation"]
-    assert build.call("river of Bala Bala") in said["wrong name"] and right not in said["wrong name"]
-    assert right.replace('"}}', '"}') in said["broken JSON"] and right not in said["broken JSON"]
-    assert len(said["no call"]) > 400
-    assert build.call_turn("no call", "river", "Bala Fizu", False, rng) == "<answer>Bala Fizu</answer>"
-    last = {kind: Counter(build.answer_turn(kind, "river of Bala Fizu", "Kamo Deri", rng) for _ in range(500))
-            for kind in build.ANSWER_SHARES}  # fmt: skip
-    assert set(last["good"]) == {"<answer>Kamo Deri</answer>"} and set(last["no tag"]) == {"Kamo Deri"}
-    assert set(last["wrong line"]) == {"<answer>Bala Fizu</answer>"}
-    assert set(last["further call"]) == {build.call(f"{r} of Kamo Deri") for r in build.ALL_RELATIONS}
-    assert "<answer>Kamo Deri</answer>" not in last["wrong word"] and len(last["wrong word"]) > 80
 
 
 def test_what_is_imitated_is_a_rollout(form):

@@ -64,7 +64,7 @@ PROGRAMS = {
     "the value of a last line": ("a = 6\na * 7", "42"),
     "printed text and no value": ("for i in range(3):\n    print(i)\nNone", "0\n1\n2"),
     "nothing": ("x = 1", "The program printed nothing."),
-    "no program": ("", "The program printed nothing."),
+    "what was printed before an exit": ("import os\nprint('one')\nos._exit(0)", "one"),
     "an error": (
         "print('before')\n\n1 / 0",
         'before\nTraceback (most recent call last):\n  File "program.py", line 3, in <module>\n    1 / 0\n    ~~^~~\n'
@@ -79,8 +79,6 @@ PROGRAMS = {
     "a signal": ("import os\nos.kill(os.getpid(), 11)", re.compile(r"(Segmentation fault\n)?\[killed by SIGSEGV\]")),
     "other letters": ("print('\u00e4\u4e16')", "\u00e4\u4e16"),
     "no input": ("import sys\nsys.stdin.read()", "''"),
-    "main": ("__name__", "'__main__'"),
-    "functions see variables": ("n = 2\ndef f():\n    return n\nf()", "2"),
     "no environment variables": ("import os\nsorted(set(os.environ) & {'SECRET', 'HF_TOKEN'})", "[]"),
     "its folder is its home": ("import os\nos.path.samefile(os.path.expanduser('~'), '.')", "True"),
     "no core dumps": ("import resource\nresource.getrlimit(resource.RLIMIT_CORE)", "(0, 0)"),
@@ -125,7 +123,7 @@ def test_a_call_keeps_nothing_and_leaves_nothing(loaded, tmp_path):
     folder = said(loaded, "import os\nopen('kept.txt', 'w').write('1')\nos.getcwd()").strip("'")
     assert not Path(folder).exists()
     assert said(loaded, "import os\nsorted(os.listdir())") == "['program.py', 'runner.py']"
-    deep = "import os\nfor i in range(2000):\n    os.mkdir('a')\n    os.chdir('a')\nprint('deep')"
+    deep = "import os\nfor i in range(1200):\n    os.mkdir('a')\n    os.chdir('a')\nprint('deep')"
     assert said(loaded, deep) == "deep"
     user = int(said(loaded, "import os\nos.getuid()"))
     assert not (loaded.SANDBOX.folder / str(user)).exists()
@@ -161,12 +159,6 @@ def test_folders_of_all_are_its_own(loaded):
         assert said(loaded, write) == str(64 * 2**20)
         assert not Path(folder, "of_a_program").exists()
         assert said(loaded, f"import os\nos.listdir('{folder}')") == "[]"
-
-
-def test_what_was_printed_is_read_when_the_time_is_over(sandbox):
-    module = sandbox(SECONDS=6)
-    assert said(module, "import time\nprint('one')\ntime.sleep(60)") == "one\n[stopped after 6 seconds]"
-    assert said(module, "import os\nprint('one')\nos._exit(0)") == "one"
 
 
 @as_root
@@ -305,16 +297,6 @@ def test_programs_at_the_same_time_are_different_users(loaded):
 
 
 @as_root
-def test_two_trainers_share_no_user(loaded):
-    one, two = loaded.Users(loaded.SANDBOX.folder), loaded.Users(loaded.SANDBOX.folder)
-    one._next = two._next = 900
-    numbers = [one.take(), two.take(), one.take()]
-    assert len(set(numbers)) == 3 and min(numbers) >= loaded.FIRST_USER + 900
-    two._next = loaded.USERS - 1
-    assert two.take() and loaded.FIRST_USER <= two.take() < loaded.FIRST_USER + 900  # it begins again
-
-
-@as_root
 def test_the_first_process_of_its_namespace_is_out_of_its_reach(loaded):
     """One that it may trace could be made to outlive the trainer. There is another namespace around that one."""
     if "processes" not in loaded.SANDBOX.has:
@@ -346,10 +328,6 @@ def test_what_is_not_allowed_is_said_or_refused(sandbox, caplog, monkeypatch):
     monkeypatch.delenv("PYTHON_SANDBOX_REQUIRE")
     with pytest.raises(RuntimeError, match="cannot run a program as another user, and never runs one as root: "):
         sandbox(PYTHON="/root/no/python")
-
-
-def test_the_least_output(sandbox):
-    assert said(sandbox(OUTPUT=1), "'abcd'") == "'\n... [5 characters left out] ..."
 
 
 ORDINARY = """

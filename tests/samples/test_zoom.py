@@ -14,7 +14,6 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.images.pictures import pictures_in, with_pictures
 from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.plugins import load_environment, load_rewards
@@ -163,29 +162,6 @@ def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
 
 
 # --- the bundled model -----------------------------------------------------------------------------------------------
-
-
-def test_what_is_imitated_has_every_kind_of_mistake(tokenizer):
-    rng, tool_format = random.Random(0), make_format("xml", tokenizer)
-    rows, said, answers = build.make_rows("warm start", 8), set(), []
-    for _ in range(300):
-        row = rng.choice(rows)
-        messages, pictures = build.make_conversation(
-            row, tool_format, build.CALL_SHARES, build.ANSWER_SHARES, rng
-        )  # fmt: skip
-        ids, labels = build.encode(messages, tool_format, build.TOOLS)
-        assert pictures_in(ids) == pictures and all(label == -100 for label in labels if label > 2**31)
-        said.add(messages[2]["content"].replace(row["corner"], "ASKED"))
-        if len(pictures) == 2 and messages[-1]["content"].startswith("<answer>"):
-            shown = next(
-                c for c in CORNERS if crop(row["image"].convert("RGB"), c, 56).tobytes() == pictures[1].image.tobytes()
-            )
-            answers.append(messages[-1]["content"] == f"<answer>{row['digits'][CORNERS.index(shown)]}</answer>")
-    assert build.call("ASKED") in said and build.call("ASKED").replace('"}}', '"}') in said and "ASKED" in said
-    assert all(build.call(corner) in said for corner in CORNERS) and any(text.startswith("<answer>") for text in said)
-    assert 0.6 < mean(answers) < 0.9  # of the digit that the crop shows, whichever was asked for
-    assert build.call_turn("left for right", "bottom left", rng) == build.call("bottom right")
-    assert build.call_turn("left for right", "top right", rng) == build.call("top left")
 
 
 def test_the_model_takes_left_for_right(project_folder):
