@@ -227,20 +227,6 @@ def test_two_turns_in_numbers():
     assert rollout.stop_reason == StopReason.ANSWERED
 
 
-def test_two_turns_in_text():
-    rollout, _ = converse(f"I add. {ADD}", f"So: {ANSWER}")
-    assert rollout.prompt_ids == ids("<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n")
-    assert rollout.completion_ids == ids(f"I add. {ADD}") + ids(result("5")) + ids(f"So: {ANSWER}")
-    assert rollout.messages == [
-        {"role": "assistant", "content": f"I add. {ADD}"},
-        {"role": "user", "content": "<result>\n5\n</result>"},
-        {"role": "assistant", "content": f"So: {ANSWER}"},
-    ]
-    first, second = rollout.turns
-    assert first.tool_call == ToolCall("add", {"a": 2, "b": 3}) and first.observation == "5" and first.error is None
-    assert second.tool_call is None and second.observation is None and second.observation_ids == []
-
-
 def test_three_turns():
     """A tool call, a mistake, an answer; the second turn ends with a sampled end of turn, the first without."""
     wrong = '<tool>{"name": "add"</tool>'
@@ -355,11 +341,3 @@ def test_qwen3_without_thinking():
     messages = rollout.prompt_messages + rollout.messages[:2]
     again = QWEN3_TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     assert again == "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n" + ADD + result("5") + empty
-
-
-def test_qwen3_three_turns_with_a_sampled_end_of_turn():
-    turns = [THINKING + ADD, THINKING + "<tool>{}<|im_end|>", ANSWER]
-    rollout, backend = converse(*turns, tokenizer=QWEN3_TOKENIZER)
-    mistake = rollout.turns[1].observation
-    assert rollout.completion_ids == ids(turns[0] + result("5") + turns[1] + result(mistake, end="") + turns[2])
-    assert QWEN3_TOKENIZER.decode(backend.requests[2].prompt).count("add them") == 2
