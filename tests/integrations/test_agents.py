@@ -45,12 +45,13 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_
 
 
 class Scripted:
-    """Writes these turns, each with an end of turn unless it is a list of ids; notes what it read and wrote."""
+    """Writes these turns, each with an end of turn; notes what it read and wrote."""
 
     max_model_len = 1024
 
-    def __init__(self, *turns, seconds=0.0):
-        self.turns, self.seconds, self.asked, self.params, self.began = list(turns), seconds, [], [], 0
+    def __init__(self, *turns, seconds=0.0, tokenizer=TOKENIZER):
+        self.turns, self.seconds, self.tokenizer = list(turns), seconds, tokenizer
+        self.asked, self.params, self.began = [], [], 0
 
     async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
         self.began += 1
@@ -58,7 +59,7 @@ class Scripted:
         await asyncio.sleep(self.seconds)
         if isinstance(turn, Exception):
             raise turn
-        whole = [*ids(turn), TOKENIZER.eos_token_id]
+        whole = [*self.tokenizer(turn, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
         sampled = whole[:max_tokens]
         self.asked.append((list(prompt_ids), sampled))
         self.params.append(sampling_params)
@@ -353,8 +354,11 @@ def test_a_frozen_branch_is_read_and_not_trained():
         message = frozen.choices[0].message.model_dump(exclude_none=True)
         await ask(client, [user("a"), said, user("b"), message, user("c")])
 
-    rollout, _ = run(agent, "1", "2", "3", "4")
-    assert [record.numbers for record in rollout.records] == [[0, 2, 3], [1]]
+        assert (await respond(client, "Title?", model="policy-frozen")).model == frozen.model == "policy-frozen"
+
+    rollout, _ = run(agent, "1", "2", "3", "4", "5")
+    assert [turn.trained for turn in rollout.turns] == [True, False, False, True, False]
+    assert [record.numbers for record in rollout.records] == [[0, 2, 3], [1], [4]]
     owners = rollout.records[0].turn_ids
     assert sorted(set(owners)) == [-1, 0, 3] and rollout.records[0].loss_mask == [int(k >= 0) for k in owners]
     assert not any(rollout.records[1].loss_mask)
@@ -387,7 +391,7 @@ def test_tokens_that_begin_or_end_a_message_are_broken_in_texts_of_users_and_too
 
 
 async def respond(client, items, **options):
-    return await client.responses.create(model="policy", input=items, **options)
+    return await client.responses.create(**{"model": "policy", "input": items, **options})
 
 
 FLAT = {"type": "function", **ADD["function"]}
@@ -683,24 +687,14 @@ def test_a_fault_of_the_endpoint_is_no_agents_failure(monkeypatch):
 # -- what bad input gets --
 
 
-BAD = [
+BAD = [  # what would change the answer in silence, and one of each kind that any client may send
     ({"messages": []}, 400, "messages: got none"),
-    ({"messages": [{"role": "robot", "content": ""}]}, 400, "messages[0].role: got 'robot'"),
-    ({"messages": [{"role": "tool", "content": "2"}]}, 400, "tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "messages[0].tool_calls: got None"),
     ({"model": "gpt-5"}, 404, "does not exist"),
     ({"n": 129}, 400, "n: got 129, expected a number from 1 to 128"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs: got"),
     ({"logprobs": True}, 400, "logprobs: not supported"),
     ({"tools": [{"type": "web_search"}]}, 400, "expected 'function'"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": 1}}}}]},
-        400,
-        "tools",
-    ),
-    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 5}}}]}, 400, "got 5 at type"),
-    ({"stop": "\ud800"}, 400, "stop"),
     ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
 ]
 HARMLESS = {
@@ -929,18 +923,17 @@ def command(tmp_path):
 
 
 @pytest.mark.contract("agent by command")
-def test_a_command(command):
-    rollout, _ = run(command, "1", row={"do": "return"})
+@pytest.mark.parametrize("do, message", [
+    ("return", None), ("fail", "ended with code 1: it does not work"),
+    ("print", "the last line of the command is 'no json'"),
+])  # fmt: skip
+def test_a_command(command, do, message):
+    rollout, _ = run(command, "1", row={"do": do})
+    if message:
+        assert rollout.stop_reason == StopReason.AGENT_ERROR and message in str(rollout.error)
+        return
     assert rollout.reward == 0.5 and rollout.environment.result["said"] == "1", rollout.error
     assert rollout.stop_reason == StopReason.AGENT_DONE
-
-
-@pytest.mark.parametrize("do, message", [
-    ("fail", "ended with code 1: it does not work"), ("print", "the last line of the command is 'no json'"),
-])  # fmt: skip
-def test_a_command_that_fails(command, do, message):
-    rollout, _ = run(command, "1", row={"do": do})
-    assert rollout.stop_reason == StopReason.AGENT_ERROR and message in str(rollout.error)
 
 
 # -- what agents do to each other, and to the trainer --
@@ -956,24 +949,20 @@ def test_the_policys_time_is_not_the_agents():
     assert rollout.reward == 1.0 and rollout.stop_reason == StopReason.AGENT_DONE
 
 
-def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent():
-    rollout, _ = run(endless, "1 2 3", max_model_len=60, max_model_calls=99, max_completion_length=4000)
-    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
-    assert len(rollout.turns) > 1 and "context" in rollout.turns[-1].info["refused"]
+async def edits(row, client):
+    said = []
+    while True:
+        summary = "So far: " + " ".join(message["content"] for message in said)
+        said += [await ask(client, [system(f"Turn {len(said)}."), user(summary)])]
 
 
-def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent_where_it_edits_the_history():
+@pytest.mark.parametrize("agent, room", [(endless, 60), (edits, 80)])
+def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent(agent, room):
     """Else a policy would learn to escape a loss by long answers: a rollout that is no agent's fault is trained."""
-
-    async def agent(row, client):
-        said = []
-        while True:
-            summary = "So far: " + " ".join(message["content"] for message in said)
-            said += [await ask(client, [system(f"Turn {len(said)}."), user(summary)])]
-
-    rollout, _ = run(agent, "1 2 3", max_model_len=80, max_model_calls=99, max_completion_length=4000)
+    rollout, _ = run(agent, "1 2 3", max_model_len=room, max_model_calls=99, max_completion_length=4000)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
-    assert len(rollout.records) == len(rollout.turns) > 1 and not rollout.failed
+    assert len(rollout.turns) > 1 and not rollout.failed and "context" in rollout.turns[-1].info["refused"]
+    assert len(rollout.records) == (1 if agent is endless else len(rollout.turns))
 
 
 def test_an_agent_that_fails_behind_a_full_context_that_it_got_over_has_failed():
@@ -1196,7 +1185,7 @@ def disturbed(message, rng):
     return message
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
     rng = random.Random(seed)
 
@@ -1246,10 +1235,8 @@ RECIPE = {
     "bf16": False, "environment": "openai_agent", "tool_format": "hermes",
     "agent": "tools/agents/calculator.py:solve",
 }  # fmt: skip
-AGENT_FILE = """
-def solve(row, client): ...
-def row_only(row): ...
-"""
+
+
 TOOLS = {"environment": None, "agent": None, "tools_script": "tools/calculator.py"}
 
 
@@ -1257,21 +1244,16 @@ TOOLS = {"environment": None, "agent": None, "tools_script": "tools/calculator.p
     ({"agent": None}, "neither of agent and agent_command"),
     ({"agent_command": "python x.py"}, "both of agent and agent_command"),
     ({"agent": None, "agent_command": "no-such-program x"}, "begins with no program"),
-    ({"agent": "agents/none.py:solve"}, "is not a file"),
-    ({"agent": "{file}:missing"}, "has no 'missing'"),
-    ({"agent": "{file}:row_only"}, r"Expected a function of \(row, client\)"),
+    ({"agent": "tools/agents/calculator.py:missing"}, "has no 'missing'"),
     ({"tool_format": "xml"}, "tool_format='xml' does not fit"),
     ({"max_env_steps": 5}, "max_env_steps has no effect"),
-    ({**TOOLS, "agent": "{file}:solve"}, "agent has no effect without the line environment"),
+    ({**TOOLS, "agent": "tools/agents/calculator.py:solve"}, "agent has no effect without the line environment"),
     ({**TOOLS, "max_model_calls": 3}, "max_model_calls has no effect without"),
     ({"agent_timeout": 1800, "num_generations": 8}, "agent_timeout=1800 s.*ddp_timeout=1800"),
 ])  # fmt: skip
 def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
-    (tmp_path / "file.py").write_text(AGENT_FILE)
     monkeypatch.setattr(mt.MTGRPOEnvTrainer, "__init__", lambda *args, **kwargs: pytest.fail("a model is loaded"))
     recipe = {**RECIPE, "output_dir": str(tmp_path), **change}
-    if isinstance(recipe["agent"], str):
-        recipe["agent"] = recipe["agent"].format(file=tmp_path / "file.py")
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
     with pytest.raises(ValueError, match=message):

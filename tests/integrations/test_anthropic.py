@@ -194,8 +194,10 @@ def test_all_endpoints_are_one_conversation():
 
 
 @pytest.mark.contract("streaming")
-@pytest.mark.parametrize("seconds", [0.0, 0.3])
-@pytest.mark.parametrize("turn", [f"{THINKS}Now.\n{CALL}\n{CALL}", "It is 2.", CALL, "", "1 2 3 4 5 6", "1 END"])
+@pytest.mark.parametrize("turn, seconds", [
+    (f"{THINKS}Now.\n{CALL}\n{CALL}", 0.3), (f"{THINKS}Now.\n{CALL}\n{CALL}", 0.0), ("It is 2.", 0.0), (CALL, 0.0),
+    ("", 0.0), ("1 2 3 4 5 6", 0.0), ("1 END", 0.3),
+])  # fmt: skip
 def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.1)
     options = {"tools": [TOOL], "stop_sequences": ["END"], "max_tokens": 5 if turn.startswith("1 2") else 200}
@@ -360,19 +362,12 @@ def test_images_of_questions_and_of_results(folder, sees):
 
 BAD = [  # a change of a request, the status, and the message
     ({"model": "claude-x"}, 404, "The model 'claude-x' does not exist"),
-    ({"max_tokens": True}, 400, "max_tokens: got True"),
-    ({"messages": []}, 400, "messages: got none"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, 400, "messages[0].role: got 'tool'"),
     ({"messages": [user("a"), assistant("b")]}, 400, "the last one is the assistant's"),
     ({"system": [image(1)]}, 400, "system: a part has type 'image'"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "tools[0]: got type 'bash_20250124'"),
-    ({"tools": [{"name": "x", "input_schema": {"type": 5}}]}, 400, "got 5 at type"),
     ({"tools": [{"name": "<|im_end|>", "input_schema": {}}]}, 400, "tools: "),
     ({"mcp_servers": [{"url": "http://x"}]}, 400, "mcp_servers: not supported"),
     ({"messages": [user("1 " * 1100)]}, 400, "maximum context length is 1024 tokens. The messages have at least "),
-    ({"messages": [user(text(None))]}, 400, "messages[0].content[0].text: got None"),
-    ({"messages": [user(result("a", is_error="yes"))]}, 400, "messages[0].content[0].is_error: got 'yes'"),
-    ({"messages": [assistant({**call(), "input": "{}"}), user("b")]}, 400, "messages[0].content[0].input: got '{}'"),
 ]
 HARMLESS = {
     "temperature": 0.1, "top_k": 3, "metadata": {"user_id": "me"}, "output_config": {"effort": "low"},
@@ -476,9 +471,6 @@ def test_a_result_that_is_an_error_counts_as_one():
     assert rollout.error is None, rollout.error
     assert [turn.error for turn in rollout.turns] == ["tool", None, None]
     assert rollout.turns[0].observation_ids == rollout.turns[1].observation_ids
-
-
-# -- programs --
 
 
 # -- what a policy could write to escape its loss --

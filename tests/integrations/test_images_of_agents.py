@@ -18,7 +18,7 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.images.pictures import pictures_in, uri_or_str
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent
-from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.rollout import StopReason
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 ASKS = "<|im_start|>assistant\n"
@@ -34,24 +34,10 @@ def tokenizer(folder):
     return vision_model.reading(folder)
 
 
-class Scripted:
-    """Writes these turns, and notes what it read."""
-
-    max_model_len = 1024
-
-    def __init__(self, tokenizer, *turns):
-        self.tokenizer, self.turns, self.asked = tokenizer, list(turns), []
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        text = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
-        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        self.asked.append((list(prompt_ids), ids))
-        return Generation(ids, [-0.5] * len(ids), "stop")
-
-
 def run(agent, tokenizer, *turns, row=None):
     """(the rollout, the policy) of one agent with a scripted policy."""
-    return test_agents.run(agent, llm=Scripted(tokenizer, *turns), tokenizer=tokenizer, row=row)
+    llm = test_agents.Scripted(*turns, tokenizer=tokenizer)
+    return test_agents.run(agent, llm=llm, tokenizer=tokenizer, row=row)
 
 
 def shown(value, **more):
@@ -180,9 +166,7 @@ FRAMES = {"save_all": True, "append_images": [vision_model.picture(1)]}
 BAD = [
     (shown("https://127.0.0.1:1/x.png"), "got the image 'https://127.0.0.1:1/x.png', expected a data"),
     (shown("/etc/passwd"), "no address is fetched, no file is kept, and no path is read"),
-    ({"type": "image_url"}, "got the image .*expected a data URI"),
     (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
-    (shown("data:image/png;base64,%%"), "the image cannot be read: .*Only base64 data is allowed"),
     (shown(uri(as_bytes(vision_model.picture(0), "GIF", **FRAMES))), "it is animated .2 frames"),
     (shown(uri(Image.new("1", (8192, 8192)))), "it has 8192 x 8192 pixels, expected at most"),
     ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),

@@ -1,6 +1,5 @@
 """Images of ms-swift's schedulers: tags, the list of a request, and the ids that the policy reads, by hand."""
 
-import asyncio
 import base64
 import copy
 import gc
@@ -16,7 +15,6 @@ from vision_model import as_bytes, expected_ids
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.images.pictures import KNOWN, pictures_in, with_pictures
-from mt_grpo.images.processor import PictureReader
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import tagged
@@ -196,19 +194,6 @@ def test_no_picture_outlives_its_rollouts(tokenizer):
     del rollout, llm
     gc.collect()
     assert not set(numbers) & set(KNOWN)
-
-
-def test_images_are_read_in_a_thread_and_a_text_once(tokenizer, monkeypatch):
-    on_loop, read = [], PictureReader.read
-
-    def noted(self, value, where, paths=False):
-        on_loop.append((where, asyncio._get_running_loop() is not None))
-        return read(self, value, where, paths)
-
-    monkeypatch.setattr(PictureReader, "read", noted)
-    run(zooms, tokenizer, "four")
-    read_by_requests = [each for each in on_loop if each[0].startswith("The request")]
-    assert read_by_requests == [("The request's image 0", False), ("The request's image 1", False)]
 
 
 # -- what fails --
