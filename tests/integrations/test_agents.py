@@ -558,12 +558,11 @@ def test_calls_beyond_the_limit(agent, reward):
 
 
 def test_the_token_budget_holds_exactly():
+    """Requests at the same time share it."""
     rollout, llm = run(endless, "1 2 3 4 5 6 7 8", max_completion_length=60, max_model_calls=32)
     assert rollout.stop_reason == StopReason.MAX_TOKENS and len(rollout.completion_ids) <= 60
     assert rollout.turns[-1].finish_reason == "length" and len(rollout.completion_ids) == 60
 
-
-def test_requests_at_the_same_time_share_the_token_budget():
     async def agent(row, client):
         with pytest.raises(openai.RateLimitError):
             await asyncio.gather(*(ask(client, [user(name)]) for name in "abc"))
@@ -574,7 +573,9 @@ def test_requests_at_the_same_time_share_the_token_budget():
     assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.turns[-1].finish_reason == "length"
 
 
-def test_an_agent_that_takes_too_long():
+def test_an_agents_time():
+    """An agent that takes too long is cut off; the policy's time is not the agent's."""
+
     async def agent(row, client):
         await ask(client, [user("a")])
         await asyncio.sleep(3600)
@@ -588,6 +589,14 @@ def test_an_agent_that_takes_too_long():
 
     rollout, _ = run(never_asks, "1", timeout=0.1)
     assert rollout.stop_reason == StopReason.AGENT_ERROR and "agent_timeout=0.1" in str(rollout.error)
+
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        await ask(client, [user("b")])
+        return 1.0
+
+    rollout, _ = run(agent, "1", seconds=0.8, timeout=0.7)
+    assert rollout.reward == 1.0 and rollout.stop_reason == StopReason.AGENT_DONE
 
 
 CUT = {  # limits -> (why the rollout ended, whether the agent's own failure)
@@ -662,7 +671,9 @@ def test_an_agents_failure_is_not_trained(agent, message):
         raise rollout.error
 
 
-def test_a_request_after_the_end():
+def test_what_is_no_agents_failure(monkeypatch):
+    """A request with the key of a rollout that is over, and a fault of the endpoint."""
+
     async def agent(row, client):
         for key in (row["late"], "mine"):
             with pytest.raises(openai.AuthenticationError, match="The key is of no rollout that is running"):
@@ -674,8 +685,6 @@ def test_a_request_after_the_end():
     rollout, _ = run(agent, "1", row={"late": first.environment.result["key"]})
     assert rollout.reward == 1.0, rollout.error
 
-
-def test_a_fault_of_the_endpoint_is_no_agents_failure(monkeypatch):
     def broken(*args):
         raise ZeroDivisionError("a fault of ours")
 
@@ -782,8 +791,9 @@ def test_a_turn_of_which_a_later_request_tells_is_observed(name):
     assert [turn.has_observation for turn in rollout.turns] == [expected, False]
 
 
-def test_a_turn_is_observed_where_the_request_that_tells_of_it_has_no_room():
-    """Its calls ran: that the model has no turn left to read their results changes nothing of it."""
+def test_what_a_later_request_tells_of_a_turn():
+    """Its calls ran: that the model has no turn left to read their results changes nothing of it. Text that stood in
+    the question is not said by the turn."""
 
     async def agent(row, client):
         said = await ask(client, [user("a")], tools=[ADD])
@@ -794,8 +804,6 @@ def test_a_turn_is_observed_where_the_request_that_tells_of_it_has_no_room():
     rollout, _ = run(agent, CALL, max_model_calls=1)
     assert [turn.went_on for turn in rollout.turns] == [True]
 
-
-def test_text_that_stood_in_the_question_is_not_said_by_the_turn():
     async def agent(row, client):
         await ask(client, [user("Is it Paris?")])
         await ask(client, [user("Is it Paris? Think.")])
@@ -809,6 +817,8 @@ def test_text_that_stood_in_the_question_is_not_said_by_the_turn():
 
 
 def test_a_reward_names_its_answer():
+    """Also a sub-agent's whose sibling is still asking: the last answer may be either's."""
+
     async def agent(row, client):
         async def one(name):
             return await client.chat.completions.create(model="policy", messages=[user(name)])
@@ -837,10 +847,6 @@ def test_a_reward_names_its_answer():
         turn.context.messages[-1:] if turn.context else rollout.prompt_messages[-1:])}  # fmt: skip
     assert rewards == {"a": 0.25, "b": 0.5, "c": 0.125, "d": 3.0, "e": 3.0, "f": 4.0}
     assert [turn.reward for turn in rollout.turns][-2:] == [None, 4.0]
-
-
-def test_a_reward_while_another_request_is_open_names_its_answer():
-    """A sub-agent whose sibling is still asking: the last answer may be either's."""
 
     async def agent(row, client):
         async def side():
@@ -939,16 +945,6 @@ def test_a_command(command, do, message):
 # -- what agents do to each other, and to the trainer --
 
 
-def test_the_policys_time_is_not_the_agents():
-    async def agent(row, client):
-        await ask(client, [user("a")])
-        await ask(client, [user("b")])
-        return 1.0
-
-    rollout, _ = run(agent, "1", seconds=0.8, timeout=0.7)
-    assert rollout.reward == 1.0 and rollout.stop_reason == StopReason.AGENT_DONE
-
-
 async def edits(row, client):
     said = []
     while True:
@@ -1002,6 +998,9 @@ def test_a_request_that_is_not_trained_fills_the_context_by_what_the_policy_said
 
 
 def test_a_reward_by_header_is_given_once():
+    """A request that is too long is refused. Sent again and shorter it pays in its place; what is never mended has
+    paid."""
+
     async def agent(row, client):
         body = {"model": "policy", "messages": [user("a")]}
         assert (await post(client, body, **{"X-Turn-Reward": "1"})).status_code == 400  # it goes on from no turn
@@ -1014,10 +1013,6 @@ def test_a_reward_by_header_is_given_once():
 
     rollout, _ = run(agent, "1", "2")
     assert [turn.reward for turn in rollout.turns] == [0.5, None] and rollout.reward == 0.5
-
-
-def test_a_reward_by_header_of_a_refused_request_stays_until_the_mended_one():
-    """One that is too long is refused. Sent again and shorter it pays in its place; what is never mended has paid."""
 
     def agent_that(mends):
         async def agent(row, client):

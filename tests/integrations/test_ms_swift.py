@@ -176,13 +176,23 @@ def test_ids_may_begin_with_what_the_scheduler_began(masked):
     assert trained_ids(rollout) == first + second + first
 
 
-def test_an_answer_without_its_white_space_keeps_its_end():
+def test_what_a_scheduler_edits_of_an_answer():
+    """An answer without its white space keeps its end. A scheduler's tags stay, and its ends of turn do not."""
+
     def step(self, request, choice, turn):
         request.messages[-1]["content"] = request.messages[-1]["content"].strip()
         return Asks.step(self, request, choice, turn)
 
     rollout, _ = run(step_by(step), FIRST + "\n", SECOND, max_turns=2)
     assert rollout.completion_ids == ids(FIRST + "\n") + END + ASKED + ids(SECOND) + END
+
+    def step(self, request, choice, turn):
+        request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
+        return request
+
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
+    added = ids("<tool_response>42</tool_response>< |im_end|>")
+    assert rollout.completion_ids == ids(FIRST) + added + ids(SECOND) + END
 
 
 @pytest.mark.parametrize("said", ["Right.", FIRST])
@@ -218,10 +228,20 @@ def test_a_mask_chooses_among_what_was_sampled():
     assert len(rollout.logprobs) == len(rollout.completion_ids)
 
 
-def test_all_segments_of_a_message_are_trained():
+def test_segments_of_a_message_go_on():
+    """All of them are trained. A dummy message means that the last one goes on."""
     rollout, _ = run(step_by(waits), truncated("1"), truncated("2"), "3", max_turns=3)
     assert trained_ids(rollout) == ids("1") + ids("2") + ids("3") + END
     assert TOKENIZER.decode(rollout.completion_ids[:-1]) == "1 Wait:2 Wait:3"
+
+    def step(self, request, choice, turn):
+        waits(self, request, choice, turn)
+        request.messages.append({"role": "assistant", "content": None})
+        return request
+
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
+    assert rollout.completion_ids == ids(FIRST) + ids(" Wait:") + ids(SECOND) + END
+    assert rollout.environment.outputs[0]["messages"][-1] == answer("It is 2. Wait:It is 3.")
 
 
 @pytest.mark.contract("math_tip_trick", "check_finished")
@@ -239,9 +259,6 @@ def test_a_cut_answer_token_for_token():
     assert rollout.environment.outputs[0]["rollout_infos"]["num_turns"] == 2
     right, _ = run(MathTipsScheduler, "<answer>3</answer>", row=solution, max_turns=3)
     assert len(right.turns) == 1 and right.stop_reason == StopReason.ENVIRONMENT_STOP
-
-
-def test_an_answer_that_is_taken_back_is_not_trained():
     said = "<answer>2</answer>", "<answer>3</answer>"
     rollout, _ = run(MathTipsScheduler, *said, row={"solution": "3"}, max_turns=3)
     (record,) = trained_records(rollout)
@@ -285,16 +302,6 @@ def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
     assert first.completion_ids == second.completion_ids == ids(said) + END
     assert "much" not in TOKENIZER.decode(second.prompt_ids) and "<answer>2" in TOKENIZER.decode(second.prompt_ids)
     assert [o["rollout_infos"]["num_turns"] for o in rollout.environment.outputs] == [1, 2]
-
-
-def test_a_schedulers_tags_stay_and_its_ends_of_turn_do_not():
-    def step(self, request, choice, turn):
-        request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
-        return request
-
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    added = ids("<tool_response>42</tool_response>< |im_end|>")
-    assert rollout.completion_ids == ids(FIRST) + added + ids(SECOND) + END
 
 
 # -- loss_scale --
@@ -387,17 +394,6 @@ def test_every_form_of_step(step):
     assert rollout.environment.outputs[0]["response_token_ids"] == [first, second]
 
 
-def test_a_dummy_message_means_that_the_last_one_goes_on():
-    def step(self, request, choice, turn):
-        waits(self, request, choice, turn)
-        request.messages.append({"role": "assistant", "content": None})
-        return request
-
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    assert rollout.completion_ids == ids(FIRST) + ids(" Wait:") + ids(SECOND) + END
-    assert rollout.environment.outputs[0]["messages"][-1] == answer("It is 2. Wait:It is 3.")
-
-
 @pytest.mark.contract("check_finished", "max_turns")
 def test_the_order_of_the_methods():
     """`check_finished` is always asked, and `max_turns` ends what it lets go on."""
@@ -420,7 +416,9 @@ def test_the_order_of_the_methods():
     assert rollout.environment.infos == {"asked": 1, "ended": 2, "num_turns": 2}
 
 
-def test_both_constructors():
+def test_constructors_and_tools():
+    """Both forms of constructors; other tools begin a record."""
+
     class Old(Asks):
         def __init__(self, max_turns=None, *args, **kwargs):
             super().__init__(max_turns, *args, **kwargs)
@@ -432,9 +430,6 @@ def test_both_constructors():
 
     for cls in (Old, Bare, Asks):
         assert len(run(cls, FIRST, max_turns=3)[0].turns) == 3
-
-
-def test_other_tools_begin_a_record():
     tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
 
     def step(self, request, choice, turn):
@@ -544,7 +539,8 @@ async def three_turns(self, ask, request, config):
 
 
 def test_last_round_leaves_thinking_out_of_a_run_of_ones_own():
-    """With `default` the history is read as it was sampled. The ids of turns before an edit are found."""
+    """With `default` the history is read as it was sampled. The ids of turns before an edit are found. Ids that leave
+    out an end of turn only mask it: the record stays what the model read."""
     said = "<think>much</think> It is 2."
     rollout, _ = run(own_run(three_turns), said, loss_scale="last_round")
     (record,) = trained_records(rollout)
@@ -553,10 +549,6 @@ def test_last_round_leaves_thinking_out_of_a_run_of_ones_own():
     (record,) = trained_records(run(own_run(three_turns), said)[0])
     behind = ids(NEXT.format("And?"))
     assert record.completion_ids == (ids(said) + END + behind) * 2 + ids(said) + END
-
-
-def test_ids_that_leave_out_an_end_of_turn_only_mask_it():
-    """The record stays what the model read."""
 
     async def leaves_out(self, ask, request, config):
         first = await ask(*request.messages)
@@ -587,7 +579,8 @@ def test_ids_of_a_message_that_goes_on(first):
 
 
 def test_a_branch_that_cuts_leaves_the_other_responses_whole():
-    """What it keeps is read as it is. The response before the cut one is trained with it."""
+    """What it keeps is read as it is. The response before the cut one is trained with it. Text behind one branch is
+    not read in another."""
 
     async def branches(self, ask, request, config):
         before = [*request.messages, answer(text_of(await ask(*request.messages))), user("And?")]
@@ -604,6 +597,16 @@ def test_a_branch_that_cuts_leaves_the_other_responses_whole():
     before = ids(PROMPT) + ids(FIRST) + END + ids(NEXT.format("And?"))
     assert rollout.records[-1].prompt_ids == before + ids("so it is Wait:")
     assert rollout.environment.outputs[0]["messages"][-1] == answer("so it is Wait:3")
+
+    async def branches(self, ask, request, config):
+        a = await ask(*request.messages)
+        b = await ask(*request.messages, answer(text_of(a) + " Wait:"))
+        c = await ask(*request.messages, answer(text_of(a)), user("And?"))
+        return [RolloutOutput(response=each) for each in (b, c)]
+
+    b, c = trained_records(run(own_run(branches), truncated(FIRST), "3", "4")[0])
+    assert b.prompt_ids == ids(PROMPT) and b.completion_ids == ids(FIRST) + ids(" Wait:") + ids("3") + END
+    assert c.prompt_ids == ids(PROMPT) + ids(FIRST) + ids("<|im_end|>" + NEXT.format("And?"))
 
 
 def test_a_prefill_is_read_and_not_trained():
@@ -625,19 +628,9 @@ def test_a_prefill_is_read_and_not_trained():
     assert rollout.environment.outputs[0]["messages"][-1] == answer("So:3")
 
 
-def test_text_behind_one_branch_is_not_read_in_another():
-    async def branches(self, ask, request, config):
-        a = await ask(*request.messages)
-        b = await ask(*request.messages, answer(text_of(a) + " Wait:"))
-        c = await ask(*request.messages, answer(text_of(a)), user("And?"))
-        return [RolloutOutput(response=each) for each in (b, c)]
+def test_the_base_classs_run_may_be_called_and_its_output_changed():
+    """A second run replaces the first; a mask that is changed behind it holds."""
 
-    b, c = trained_records(run(own_run(branches), truncated(FIRST), "3", "4")[0])
-    assert b.prompt_ids == ids(PROMPT) and b.completion_ids == ids(FIRST) + ids(" Wait:") + ids("3") + END
-    assert c.prompt_ids == ids(PROMPT) + ids(FIRST) + ids("<|im_end|>" + NEXT.format("And?"))
-
-
-def test_a_second_run_of_the_base_class_replaces_the_first():
     class Twice(Asks):
         async def run(self, infer_request, request_config, **kwargs):
             copies = [copy.deepcopy(infer_request) for _ in range(2)]
@@ -649,8 +642,6 @@ def test_a_second_run_of_the_base_class_replaces_the_first():
         assert [turn.trained for turn in rollout.turns] == [is_list, is_list, True, True]
         assert len(trained_records(rollout)) == 1 + is_list
 
-
-def test_a_mask_that_is_changed_behind_the_base_class_holds():
     class Changes(Asks):
         async def run(self, infer_request, request_config, **kwargs):
             output = await super().run(infer_request, request_config)
@@ -727,9 +718,6 @@ def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
         assert rollout.stop_reason == StopReason.MAX_TOKENS and [turn.trained for turn in rollout.turns] == [True]
         assert rollout.environment.outputs[-1]["messages"] == [user("What?"), answer(FIRST)]
         assert rollout.environment.infos == infos
-
-
-def test_an_empty_response_behind_the_end_shifts_nothing():
     rollout, _ = run(own_run(three_turns), "1", "2", max_model_calls=2)
     assert [turn.trained for turn in rollout.turns] == [True, True]
     (output,) = rollout.environment.outputs
@@ -806,21 +794,15 @@ NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, f
         (step_by(exits), "SystemExit: 3"),
         (step_by(lambda *_: "text"), "step returned 'text', expected"),
         (gives(response_loss_mask=[1]), "without response_token_ids"),
-        (gives(response_token_ids=[[1]]), r"response_token_ids has \[1\]"),
         (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} after"),
         (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
-        (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
         (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
         (changing(lambda r: setattr(r, "tools", [BAD_TOOL])), "got 5 at type"),
-        (changing(lambda r: r.messages.append(3)), "cannot be read"),
-        (changing(lambda r: r.messages.append(user([1, 2]))), "a text as content"),
         (changing(lambda r: setattr(r, "chat_template_kwargs", {"a": 1})), "the recipe {}"),
         (changing(lambda r: r.images.append("a.png")), "The request has images"),
         (changing(lambda r: r.messages[-1].update(loss=False)), "set loss or loss_scale on a message"),
         (step_by(cancels), "cancelled itself"),
-        (own_run(lambda *_: asyncio.sleep(0, "text")), "run returned 'text', expected"),
         (own_run(lambda *_: asyncio.sleep(0, SimpleNamespace(response=NOBODYS))), "none that infer_async gave"),
-        (returning(messages=lambda ids: [None, 3]), "raised TypeError"),
         (returning(response_token_ids=lambda ids: "text"), "an output that is none"),
         (returning(response_token_ids=lambda ids: [[9, 9]]), "has 9 at 0, expected"),
         (returning(response_token_ids=lambda ids: [ids, ids]), "for which there is no response"),
@@ -884,21 +866,8 @@ def test_what_a_config_asks_for():
             run(asking(**config), FIRST)
 
 
-def test_a_scheduler_that_asks_on_and_on_is_ended():
-    """A request that is refused does not set the clock back."""
-
-    async def insists(self, ask, request, config):
-        while True:
-            try:
-                await ask(user("?"), images=["a.png"])
-            except SchedulerFailure:
-                await asyncio.sleep(0.01)
-
-    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), Scripted(FIRST))
-    assert "took longer" in str(rollout.error)
-
-
 def test_what_is_in_flight_at_the_end_is_not_sampled_on():
+    """A scheduler that asks on and on is ended: a request that is refused does not set the clock back."""
     started = threading.Event()
 
     async def leaves(self, ask, request, config):
@@ -917,6 +886,16 @@ def test_what_is_in_flight_at_the_end_is_not_sampled_on():
     rollout, llm = run(own_run(leaves), llm=Waits(FIRST))
     assert len(rollout.turns) == len(llm.asked) == 1
 
+    async def insists(self, ask, request, config):
+        while True:
+            try:
+                await ask(user("?"), images=["a.png"])
+            except SchedulerFailure:
+                await asyncio.sleep(0.01)
+
+    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), Scripted(FIRST))
+    assert "took longer" in str(rollout.error)
+
 
 # -- what a recipe says --
 
@@ -933,14 +912,12 @@ CLASS = HEAD + "class A(MultiTurnScheduler):\n    {}\nmulti_turns['mine'] = A"
     "plugin, keys, said",
     [
         (HEAD, {}, "'mine' is not in multi_turns.*math_tip_trick"),
-        (HEAD + "multi_turns['mine'] = 3", {}, "'mine': 3 has neither step nor run"),
         (CLASS.format("pass"), {}, "has neither step nor run"),
         (
             CLASS.format("async def run(self): ...\n    def async_infer(self): ..."),
             {},
             "has an async_infer of its own",
         ),
-        (CLASS.format("def step(self): ...\n    def __init__(self, **k): 1 / 0"), {}, "raised ZeroDivisionError"),
         (CLASS.format("def step(self): ..."), {"reward_funcs": ["none"]}, "'none' is not in orms"),
         (CLASS.format("def step(self): ..."), {"loss_scale": "last_round+none"}, "'none' is unknown"),
         (CLASS.format("def step(self): ..."), {"completion_length_limit_scope": "turn"}, "expected one of per_round"),
