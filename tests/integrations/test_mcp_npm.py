@@ -126,13 +126,3 @@ def test_the_server_of_everything(packages, tmp_path, monkeypatch):
     (turn,) = talk(tools, call("get-env"), max_completion_length=40000, max_tool_response_tokens=30000)
     variables = json.loads(turn.results[0].text)
     assert variables["GIVEN"] == "yes" and "MT_GRPO_TEST_SECRET" not in variables
-
-
-def test_a_server_behind_npx_that_is_killed_is_started_again(packages, tmp_path):
-    tools = tools_of(tmp_path, {"everything": {**npx(packages, EVERYTHING), "tools": ["echo"]}})
-    for process in psutil.Process().children(recursive=True):
-        if "mcp-server-everything" in " ".join(process.cmdline()):
-            process.kill()
-    first, second = talk(tools, call("echo", message="1"), call("echo", message="2"))
-    assert first.error == "tool" and "everything was lost during the call. Try again." in first.observation
-    assert (second.error, second.observation) == (None, "Echo: 2")

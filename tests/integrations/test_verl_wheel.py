@@ -119,25 +119,6 @@ def tools_yaml(folder, class_name, tool, argument, schema, **config):
 
 
 @WAYS
-def test_the_search_tool(found, tmp_path, http, way):
-    document = {"document": {"contents": "Paris\nA city of France."}, "score": 0.5}
-    url, sent = http(lambda body: (200, {"result": [[document] for _ in body["queries"]]}))
-    found("verl/tools/search_tool.py", way)
-    schema = {"type": "array", "item": {"type": "string"}}
-    config = tools_yaml(tmp_path, "search_tool.SearchTool", "search", "query_list", schema, retrieval_service_url=url)
-    env = build(tools_config_file=config)()
-    calls = [call("search", query_list=["France"]), call("search", query_list="x")]
-    (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
-    assert type(tool_of(env)).__module__ == f"{OWN}search_tool"
-    assert sent == [{"queries": ["France"], "topk": 3, "return_scores": True}]
-    assert [turn.observation for turn in rollout.turns[:2]] == [
-        '{"result": "Doc 1 (Title: Paris)\\nA city of France."}',
-        '{"result": "Error: \'query_list\' is missing, empty, or not a list in parameters."}',
-    ]
-    assert [turn.results[0].reward for turn in rollout.turns[:2]] == [0.0] * 2 and rollout.reward is None
-
-
-@WAYS
 def test_the_sandbox_tool(found, tmp_path, http, caplog, way):
     """Against a server that answers in Sandbox Fusion's form, and runs nothing."""
     ran = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "42\n", "stderr": ""}
@@ -253,30 +234,6 @@ def test_the_mcp_search_tool(found, tavily, tmp_path, way):
 
 
 # -- 0.9.1: function tools, and tools of its own tests --
-
-WEATHER = '{"temperature_c": 17.3, "condition": "drizzle"}'
-
-
-@WAYS
-def test_tools_by_yaml_and_functions_together(found, tmp_path, monkeypatch, way):
-    """The YAML, the functions and the classes of the release's own tests."""
-    folder = found("tests/tools/_stub_search_tools.py", way, "0.9.1")
-    package(monkeypatch, "tests", folder / "tests")
-    package(monkeypatch, "tests.tools", folder / "tests/tools")
-    monkeypatch.delitem(sys.modules, "tests.tools._stub_search_tools", raising=False)
-    nodes = ast.parse((folder / "tests/tools/test_mixed_tools_on_cpu.py").read_text()).body
-    texts = {node.targets[0].id: node.value for node in nodes if isinstance(node, ast.Assign)}
-    config = write_yaml(tmp_path, ast.literal_eval(texts["_NATIVE_TOOL_YAML"]))
-    (tmp_path / "written_functions.py").write_text(ast.literal_eval(texts["_FUNCTION_TOOL_BODY"]))
-    env = build(tools_config_file=config, function_tool_path=str(tmp_path / "written_functions.py"))()
-    calls = [call("search", query_list=["foo", "bar"]), call("crawler", url_list=["http://a"]),
-             call("get_weather", city="Tokyo"), call("calculator", expression="2 + 3 * 4")]  # fmt: skip
-    (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
-    assert [turn.observation for turn in rollout.turns[:4]] == [
-        "hits-for:foo; hits-for:bar", "crawled:http://a", WEATHER, "14",
-    ]  # fmt: skip
-    assert env.environments.by_name[None].verl_tools["search"].calls == [{"query_list": ["foo", "bar"]}]
-    assert rollout.environment.agent_data.metrics == {"search": [{"num_queries": 2}], "crawler": [{"num_urls": 1}]}
 
 
 @WAYS
