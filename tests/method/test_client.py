@@ -99,27 +99,15 @@ def test_a_run_without_its_server_says_so_and_keeps_the_password(tmp_path):
 # =====================================================================================================================
 
 
-@pytest.mark.parametrize("url", [
-    "http://gpu1:99999", "http://gpu1:http", "ftp://gpu1", "gpu1:8000", "http://[::1", "http://gpu1:8000?x=1",
-    "http://ann:hun/ter2@gpu1:8000",
-])  # fmt: skip
+@pytest.mark.parametrize("url", ["http://gpu1:99999", "ftp://gpu1", "gpu1:8000", "http://ann:hun/ter2@gpu1:8000"])
 def test_an_address_that_can_never_work_is_refused(url):
     with pytest.raises(ServerError, match="is not a server address") as raised:
         VLLMServerClient(base_url=url)
     assert "ter2" not in str(raised.value)
-
-
-def test_a_host_that_is_an_address_is_refused():
     with pytest.raises(ServerError, match="vllm_server_host='http://gpu1': expected a name"):
         VLLMServerClient("http://gpu1", 8000)
-
-
-@pytest.mark.parametrize("host, url", [
-    ("0.0.0.0", "http://127.0.0.1:8000"), ("gpu1", "http://gpu1:8000"), ("::1", "http://[::1]:8000"),
-    ("[::1]", "http://[::1]:8000"),
-])  # fmt: skip
-def test_a_host_becomes_a_url(host, url):
-    assert VLLMServerClient(host).base_url == url
+    for host, found in (("0.0.0.0", "127.0.0.1"), ("gpu1", "gpu1"), ("::1", "[::1]"), ("[::1]", "[::1]")):
+        assert VLLMServerClient(host).base_url == f"http://{found}:8000"
 
 
 def test_a_name_that_nobody_knows_is_not_waited_for(proxy, client):

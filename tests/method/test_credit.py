@@ -711,25 +711,3 @@ def test_token_advantages_of_rollouts_of_unequal_length():
         [[1.0, 0.0, 2.0, 2.0, 0.0, 3.0], [-4.0, -4.0, -4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
     )
     assert torch.equal(token_advantages(advantages, turn_ids), expected)
-
-
-def test_from_rewards_to_tokens():
-    """The whole way: rewards of the chain above to the advantage of every token."""
-    advantages = turn_advantages(table(**CHAIN), "mt_grpo", 4, 1.0, "none")
-    turn_ids = torch.tensor(
-        [
-            [0, 0, -1, 1, -1, 2, -1, 3],
-            [0, -1, 1, 1, -1, 2, -1, -1],
-            [0, -1, 1, -1, -1, -1, -1, -1],
-            [0, 0, 0, -1, -1, -1, -1, -1],
-        ]
-    )
-    expected = torch.tensor(
-        [
-            [0.3, 0.3, 0.0, 0.7, 0.0, 0.5, 0.0, 0.5],
-            [-0.3, 0.0, -0.7, -0.7, 0.0, -0.5, 0.0, 0.0],
-            [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-            [-0.55, -0.55, -0.55, 0.0, 0.0, 0.0, 0.0, 0.0],
-        ]
-    )
-    torch.testing.assert_close(token_advantages(advantages, turn_ids), expected, atol=1e-6, rtol=0)

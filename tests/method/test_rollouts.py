@@ -5,8 +5,6 @@ from scripted import (
     ADD,
     ANSWER,
     CHATML_TOKENIZER,
-    CLOSES_AND_MORE,
-    CLOSES_BOTH,
     END,
     QWEN3_TOKENIZER,
     SPECIAL,
@@ -23,18 +21,6 @@ from scripted import (
 )
 
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, ToolCall, ToolResult, Turn
-
-
-def test_the_hand_written_ids_are_those_of_the_tokenizer():
-    text = '<|im_start|>user\né <think>x</think> <tool>{"a": 1}</tool><|im_end|>\n<|endoftext|>'
-    assert ids("<|im_end|>\nAé") == [258, 10, 65, 195, 169]
-    for tokenizer in (CHATML_TOKENIZER, QWEN3_TOKENIZER):
-        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids(text)
-        assert tokenizer.decode(ids(text)) == text
-        assert tokenizer.decode([CLOSES_AND_MORE, CLOSES_BOTH]) == "l>\n</answer></tool>"
-        assert tokenizer("l>\n</answer></tool>")["input_ids"] == ids("l>\n</answer></tool>")
-        assert sorted(tokenizer.all_special_ids) == [256, 257, 258]
-
 
 # --- what reward functions get ---------------------------------------------------------------------------------------
 

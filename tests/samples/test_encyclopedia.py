@@ -9,13 +9,9 @@ from statistics import mean
 
 import pytest
 from build import search as build
-from build.common import encode
 from evaluate import evaluate, load_recipe
-from test_tiny_models import rollout_of
-from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.formats.choose import make_format
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +29,6 @@ def own_index(tmp_path_factory, monkeypatch):
     yield
     os.environ.clear()
     os.environ.update(before)
-
-
-@pytest.fixture(scope="module")
-def form():
-    return make_format("xml", AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/search-model"))
 
 
 def rows_of(split: str) -> list[dict]:
@@ -88,42 +79,6 @@ def test_no_held_out_question_is_trained_on():
 
 
 # --- the warm start --------------------------------------------------------------------------------------------------
-
-
-def conversations(form, number: int, shares=(build.CALL_SHARES, build.ANSWER_SHARES), seed: int = 0) -> list:
-    rng = random.Random(seed)
-    return [build.make_conversation(form, *shares, rng) for _ in range(number)]
-
-
-def found(messages: list[dict]) -> list[tuple[str, str]]:
-    """Title and text of every passage in a conversation."""
-    results = [m["content"].split("\n") for m in messages[2:] if m["role"] == "user"]
-    return [(lines[1].removeprefix("[1] "), lines[2]) for lines in results if lines[1].startswith("[1] ")]
-
-
-def test_what_is_imitated_is_a_rollout(form):
-    """The same ids as in the recipe's environment, and room for all of them within its limits."""
-    script_args, args, _ = load_recipe(build.RECIPE)
-    texts: list[str] = []
-
-    def wiki_search(query: str) -> str:
-        """Finds what the conversation found."""
-        return texts.pop(0)
-
-    env = mt.build_env(script_args, args, [wiki_search], form.tokenizer)
-    compared = Counter()
-    for messages in conversations(form, 200):
-        ids, labels = encode(messages, form, build.TOOLS)
-        said = [form.tokenizer.encode(m["content"]) for m in messages if m["role"] == "assistant"]
-        texts[:] = ["[1] " + "\n".join(pair) for pair in found(messages)]
-        assert max(map(len, said)) < args.max_turn_tokens
-        turns = [[*turn, form.tokenizer.eos_token_id] for turn in said]
-        nothing = [form.tokenizer.eos_token_id]  # what a conversation of calls alone has for its last turn
-        rolled, mask = rollout_of(env, messages[1]["content"], [*turns, nothing])
-        assert not texts and len(rolled) > len(ids) - 2 and rolled[: len(ids)] == ids[: len(rolled)]
-        assert all(label == i for i, label, trained in zip(rolled, labels, mask, strict=False) if trained)
-        compared[len(said)] += 1
-    assert min(compared[turns] for turns in (1, 2, 3, 4)) > 5
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

@@ -176,21 +176,6 @@ def test_a_forked_process_takes_users_of_its_own(loaded):
 
 
 @as_root
-def test_a_user_of_whom_a_zombie_is_left_is_not_given_out(loaded):
-    """It counts for the limit of processes of the next program, until it is waited for."""
-    users = loaded.Users(loaded.SANDBOX.folder)
-    user = users.take()
-    left = subprocess.Popen(["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sleep", "600"])
-    while not loaded.processes_of(user):
-        time.sleep(0.05)
-    left.kill()
-    users.give_back(user)
-    assert users.take() != user
-    left.wait()
-    assert users.take() == user
-
-
-@as_root
 def test_what_a_killed_trainer_has_left_is_killed_by_the_next(sandbox, monkeypatch):
     """Before its program begins, whose processes are counted with what is left."""
     module, found = sandbox(allowed=False), []

@@ -1,7 +1,6 @@
 """The zoom task: its pictures, its environment, its rewards, and that the bundled model learns by what it sees."""
 
 import json
-import random
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -51,25 +50,6 @@ def environment_of(image):
 # --- the pictures ----------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_has_its_digits_in_its_corners():
-    """Read back by hand: the pixels that are brighter than the background, as three bits for each row."""
-    rng = random.Random(3)
-    for scale in (1, 2):
-        digits = rng.sample(range(10), 4)
-        image = build.draw_picture(digits, scale, rng)
-        assert image.size == (224 * scale, 224 * scale)
-        small = image.resize((224, 224), Image.Resampling.NEAREST)
-        found = []
-        for left, top in ((0, 0), (216, 0), (0, 216), (216, 216)):
-            corner = small.crop((left, top, left + 8, top + 8)).point(lambda value: 255 * (value > 100))
-            x, y, right, bottom = corner.getbbox()
-            rows = tuple(sum((corner.getpixel((x + i, y + j)) > 0) << (2 - i) for i in range(3)) for j in range(5))
-            assert (right - x, bottom - y) == (3, 5)
-            found.append(build.DIGITS.index(rows))
-        assert found == digits
-        assert sum(value > 100 for value in small.get_flattened_data()) < 60  # and nothing elsewhere
-
-
 def test_the_bundled_data_are_those_of_the_program(tmp_path):
     """The same bytes twice, and the pixels of the bundled files, whose bytes depend on the version of zlib."""
     for name in ("one", "two"):
@@ -109,19 +89,6 @@ def test_a_crop_is_the_pixels_enlarged(corner, first, monkeypatch):
     enlarged = crop(large, "bottom right", 4)
     last = (28 * 28 - 1) % 256, (28 * 28 - 1) // 256, 7
     assert [enlarged.getpixel((x, y)) for y in (1, 2) for x in (1, 2)] == [last, last, last, (1, 2, 3)]
-
-
-def test_shuffled_crops_are_of_another_corner(monkeypatch):
-    row = rows_of("train")[0]
-    environment = environment_of(row["image"])
-    right = {corner: environment.zoom(corner).tobytes() for corner in CORNERS}
-    monkeypatch.setenv("ZOOM_SHUFFLED", "1")
-    shuffled = {corner: environment.zoom(corner).tobytes() for corner in CORNERS}
-    assert all(shuffled[corner] != right[corner] and shuffled[corner] in right.values() for corner in CORNERS)
-    assert {corner: environment_of(row["image"]).zoom(corner).tobytes() for corner in CORNERS} == shuffled
-    chosen = {tuple(environment_of(r["image"]).zoom(c) == environment_of(r["image"]).zoom("top left") for c in CORNERS)
-              for r in rows_of("train")[:40]}  # fmt: skip
-    assert len(chosen) > 2  # not the same corner for all pictures
 
 
 def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
