@@ -233,8 +233,7 @@ async def solve(row, client):
 """
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_two_steps_of_an_agent_that_sends_images(shares, folder, tmp_path):
+def test_two_steps_of_an_agent_that_sends_images(folder, tmp_path):
     """In process, with the model's own samples. Each rollout is one record with both of its images."""
     scope = {}
     exec(AGENT, scope)  # noqa: S102
@@ -244,7 +243,7 @@ def test_two_steps_of_an_agent_that_sends_images(shares, folder, tmp_path):
     args = mt.MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=8, num_generations=4, max_completion_length=120, max_steps=2, logging_steps=1,
-        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, share_prompts=shares, log_rollouts=8,
+        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, log_rollouts=8,
     )  # fmt: skip
     rows = Rows([{"image": vision_model.picture(20 + k)} for k in range(4)])
     trainer = mt.MTGRPOEnvTrainer(str(folder), env, [], [], args=args, train_dataset=rows)

@@ -98,18 +98,6 @@ def test_a_new_turn_token_for_token():
     assert len(trained_records(rollout)) == 1
 
 
-@pytest.mark.parametrize("step", [waits, waits_by_ids])
-def test_a_continuation_token_for_token(step):
-    """The text that the scheduler put behind is read, and not trained; with its ids and without."""
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    first, behind, second = ids(FIRST), ids(" Wait:"), ids(SECOND) + END
-    assert rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
-    assert rollout.messages == [answer("It is 2. Wait:It is 3.")]
-    (output,) = rollout.environment.outputs
-    assert output["messages"][-1] == answer("It is 2. Wait:It is 3.")
-
-
 def says_more(self, request, choice, turn):
     return {**waits(self, request, choice, turn), "response_token_ids": choice.token_ids + ids(" Wait: so")}
 
@@ -118,14 +106,90 @@ def says_less(self, request, choice, turn):
     return {**waits(self, request, choice, turn), "response_token_ids": choice.token_ids}
 
 
-@pytest.mark.contract("response_token_ids")
-@pytest.mark.parametrize("step, read", [(says_more, " Wait: so"), (says_less, " Wait:")])
-def test_ids_are_read_as_a_scheduler_gives_them(step, read):
-    """Also if its text says less. Text that the ids do not hold is read, too. What was not sampled is not trained."""
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    first, behind, second = ids(FIRST), ids(read), ids(SECOND) + END
-    assert rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
+def a_dummy(self, request, choice, turn):
+    waits(self, request, choice, turn)
+    request.messages.append({"role": "assistant", "content": None})
+    return request
+
+
+def tags(self, request, choice, turn):
+    request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
+    return request
+
+
+def strips(self, request, choice, turn):
+    request.messages[-1]["content"] = request.messages[-1]["content"].strip()
+    return Asks.step(self, request, choice, turn)
+
+
+def old_request(self, infer_request, result, current_turn):  # 3.6
+    infer_request.messages.append(user("And 1?"))
+    return infer_request
+
+
+def old_pair(self, infer_request, result, current_turn):  # 3.7
+    return old_request(self, infer_request, result, current_turn), {"asked": 1}
+
+
+def new_dict(self, infer_request, response_choice, current_turn):  # 3.8
+    return {"infer_request": old_request(self, infer_request, response_choice, current_turn)}
+
+
+def new_dict_with_ids(self, infer_request, response_choice, current_turn):  # 4.6
+    choice = response_choice
+    given = {"response_token_ids": choice.token_ids, "response_loss_mask": [1] * len(choice.token_ids)}
+    logprobs = self._extract_logprobs_from_choice(choice)
+    assert logprobs == [-k / 64 for k in range(len(choice.token_ids))]
+    return {**new_dict(self, infer_request, choice, current_turn), **given, "rollout_logprobs": logprobs}
+
+
+def only(*keys):
+    def step(self, request, choice, turn):
+        given = new_dict_with_ids(self, request, choice, turn)
+        return {key: given[key] for key in ("infer_request", *keys)}
+
+    return step
+
+
+CUT, WAIT, LAST = (1, FIRST), (0, " Wait:"), (1, SECOND + "<|im_end|>")
+WHOLE, AND = (1, FIRST + "<|im_end|>"), (0, NEXT.format("And 1?"))
+STEPS = {  # a scheduler's step -> (it, what the policy says, each part of the completion and whether it is trained)
+    "a text that goes on": (waits, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    "its ids and a mask": (waits_by_ids, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    # Ids are read as a scheduler gives them, also if its text says less. Text that they do not hold is read, too.
+    "ids of more": (says_more, [truncated(FIRST), SECOND], [CUT, (0, " Wait: so"), LAST]),
+    "ids of less": (says_less, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    "all segments are trained": (waits, [truncated("1"), truncated("2"), "3"], [
+        (1, "1"), WAIT, (1, "2"), WAIT, (1, "3<|im_end|>")]),
+    "a dummy means that the last message goes on": (a_dummy, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    "tags stay and ends of turn do not": (tags, [truncated(FIRST), SECOND], [
+        CUT, (0, "<tool_response>42</tool_response>< |im_end|>"), LAST]),
+    "without its white space an answer keeps its end": (strips, [FIRST + "\n", SECOND], [
+        (1, FIRST + "\n<|im_end|>"), AND, LAST]),
+    **{step.__name__: (step, [FIRST, SECOND], [WHOLE, AND, LAST])
+       for step in (old_request, old_pair, new_dict, new_dict_with_ids)},
+    # A mask of the scheduler goes before `last_round`; ids without one do not.
+    **{f"last_round {keys}": (only(*keys), [FIRST, SECOND], [(trained, FIRST + "<|im_end|>"), AND, LAST], "last_round")
+       for keys, trained in (((), 0), (("response_token_ids",), 0), (tuple(MASKS), 1))},
+}  # fmt: skip
+
+
+@pytest.mark.contract("response_token_ids", "step returns dict", "step returns a pair", "response_choice or result")
+@pytest.mark.contract("loss_scale")
+@pytest.mark.parametrize("name", STEPS)
+def test_what_a_step_has_read_and_trained(name):
+    """Text that the scheduler put behind is read, and not trained."""
+    step, turns, parts, *loss_scale = STEPS[name]
+    settings = {"loss_scale": loss_scale[0]} if loss_scale else {}
+    rollout, _ = run(step_by(step), *turns, max_turns=len(turns), **settings)
+    assert rollout.completion_ids == [token for _, text in parts for token in ids(text)]
+    assert rollout.loss_mask == [trained for trained, text in parts for _ in ids(text)]
+    assert loss_scale or rollout.logprobs.count(0.0) == rollout.loss_mask.count(0) + len(turns)
+    (output,) = rollout.environment.outputs
+    if parts == [CUT, WAIT, LAST]:
+        assert rollout.messages == output["messages"][1:] == [answer(f"{FIRST} Wait:{SECOND}")]
+    if parts == [WHOLE, AND, LAST]:
+        assert output["response_token_ids"] == [ids(WHOLE[1]), ids(LAST[1])]
 
 
 def waits_and_asks(self, request, choice, turn):
@@ -175,25 +239,6 @@ def test_ids_may_begin_with_what_the_scheduler_began(masked):
     assert trained_ids(rollout) == first + second + first
 
 
-def test_what_a_scheduler_edits_of_an_answer():
-    """An answer without its white space keeps its end. A scheduler's tags stay, and its ends of turn do not."""
-
-    def step(self, request, choice, turn):
-        request.messages[-1]["content"] = request.messages[-1]["content"].strip()
-        return Asks.step(self, request, choice, turn)
-
-    rollout, _ = run(step_by(step), FIRST + "\n", SECOND, max_turns=2)
-    assert rollout.completion_ids == ids(FIRST + "\n") + END + ASKED + ids(SECOND) + END
-
-    def step(self, request, choice, turn):
-        request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
-        return request
-
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    added = ids("<tool_response>42</tool_response>< |im_end|>")
-    assert rollout.completion_ids == ids(FIRST) + added + ids(SECOND) + END
-
-
 @pytest.mark.parametrize("said", ["Right.", FIRST])
 def test_an_edited_history_begins_a_record(said):
     """Also if the last response stands in it as it was."""
@@ -225,22 +270,6 @@ def test_a_mask_chooses_among_what_was_sampled():
     assert rollout.loss_mask == [0] + [1] * (len(first) - 1) + [0] * len(behind) + [1] * len(second)
     assert rollout.turn_ids == [-1] + [0] * (len(first) - 1) + [-1] * len(behind) + [1] * len(second)
     assert len(rollout.logprobs) == len(rollout.completion_ids)
-
-
-def test_segments_of_a_message_go_on():
-    """All of them are trained. A dummy message means that the last one goes on."""
-    rollout, _ = run(step_by(waits), truncated("1"), truncated("2"), "3", max_turns=3)
-    assert trained_ids(rollout) == ids("1") + ids("2") + ids("3") + END
-    assert TOKENIZER.decode(rollout.completion_ids[:-1]) == "1 Wait:2 Wait:3"
-
-    def step(self, request, choice, turn):
-        waits(self, request, choice, turn)
-        request.messages.append({"role": "assistant", "content": None})
-        return request
-
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    assert rollout.completion_ids == ids(FIRST) + ids(" Wait:") + ids(SECOND) + END
-    assert rollout.environment.outputs[0]["messages"][-1] == answer("It is 2. Wait:It is 3.")
 
 
 @pytest.mark.contract("math_tip_trick", "check_finished")
@@ -306,21 +335,6 @@ def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
 # -- loss_scale --
 
 
-@pytest.mark.contract("loss_scale")
-@pytest.mark.parametrize("keys, trained", [([], 0), (["response_token_ids"], 0), (MASKS, 1)])
-def test_last_round_trains_the_last_message_alone(keys, trained):
-    """A mask of the scheduler goes before it; ids without one do not."""
-
-    def step(self, request, choice, turn):
-        given = new_dict_with_ids(self, request, choice, turn)
-        return {key: given[key] for key in ("infer_request", *keys)}
-
-    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2, loss_scale="last_round")
-    first, second = ids(FIRST) + END, ids(SECOND) + END
-    assert rollout.completion_ids == first + ASKED + second
-    assert rollout.loss_mask == [trained] * len(first) + [0] * len(ASKED) + [1] * len(second)
-
-
 @pytest.mark.parametrize("thinking", ["<think>\n\n</think>\n\n", "</think>\n\n"])  # the prompt may have opened it
 def test_a_loss_scale_masks_an_empty_thinking(thinking):
     rollout, _ = run(RolloutScheduler, f"{thinking}It is 2.", loss_scale="last_round+ignore_empty_think")
@@ -359,38 +373,6 @@ def test_a_loss_scale_leaves_choices_of_ids():
 
 
 # -- what schedulers may write --
-
-
-def old_request(self, infer_request, result, current_turn):  # 3.6
-    infer_request.messages.append(user("And 1?"))
-    return infer_request
-
-
-def old_pair(self, infer_request, result, current_turn):  # 3.7
-    return old_request(self, infer_request, result, current_turn), {"asked": 1}
-
-
-def new_dict(self, infer_request, response_choice, current_turn):  # 3.8
-    return {"infer_request": old_request(self, infer_request, response_choice, current_turn)}
-
-
-def new_dict_with_ids(self, infer_request, response_choice, current_turn):  # 4.6
-    choice = response_choice
-    given = {"response_token_ids": choice.token_ids, "response_loss_mask": [1] * len(choice.token_ids)}
-    logprobs = self._extract_logprobs_from_choice(choice)
-    assert logprobs == [-k / 64 for k in range(len(choice.token_ids))]
-    return {**new_dict(self, infer_request, choice, current_turn), **given, "rollout_logprobs": logprobs}
-
-
-@pytest.mark.contract("step returns dict", "step returns a pair", "response_choice or result")
-@pytest.mark.parametrize("step", [old_request, old_pair, new_dict, new_dict_with_ids])
-def test_every_form_of_step(step):
-    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
-    first, second = ids(FIRST) + END, ids(SECOND) + END
-    assert rollout.completion_ids == first + ASKED + second
-    assert rollout.logprobs.count(0.0) == len(ASKED) + 2
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(ASKED) + [1] * len(second)
-    assert rollout.environment.outputs[0]["response_token_ids"] == [first, second]
 
 
 @pytest.mark.contract("check_finished", "max_turns")

@@ -1,6 +1,5 @@
 """From rows, conversations and rewards to what is trained and logged: values written by hand, in one process."""
 
-import asyncio
 import json
 import math
 import shutil
@@ -8,13 +7,11 @@ import types
 import zlib
 
 import golden_batch as golden
-import pandas
 import pytest
 import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
 from mt_grpo.rollout import Generation, Record, Rollout, StopReason, Turn
@@ -320,24 +317,6 @@ def test_a_reward_that_moves_nothing_is_counted(random_model, tmp_path):
     assert found["mt_grpo"] == ([[6, 3, 3], [3, 2, 3]], [])
 
 
-def test_the_table_of_completions_has_the_advantages_that_are_trained(random_model, tmp_path):
-    """TRL's `log_completions`: each row has its own prompt, rewards, and the mean advantage of its sampled tokens."""
-    trainer = golden.make_trainer(
-        random_model, tmp_path, log_completions=True, shuffle_dataset=False, **golden.CASES["mt_grpo"][1]
-    )
-    trainer.llm = golden.ScriptedServer(trainer.processing_class)
-    trainer.train()
-    rows = pandas.read_parquet(tmp_path / "completions/completions_00001.parquet").to_dict("records")
-    assert len(rows) == 8
-    for index, row in enumerate(rows):
-        assert row["prompt"][0]["content"] == f"What is {golden.ROWS[index // 4]['answer']}?"
-        assert f"rollout {index} of" in row["completion"][0]["content"]
-        assert row["outcome_a"] == golden.OUTCOME_A[index] or golden.OUTCOME_A[index] is None
-        turns = golden.CONVERSATIONS[index]
-        total = sum(golden.per_token(index, golden.MT_GRPO[index], 0.0))
-        assert row["advantage"] == pytest.approx(total / sum(golden.per_token(index, [1] * len(turns), 0)), abs=1e-5)
-
-
 def test_logprobs_that_one_record_does_not_know_are_none_for_all():
     turns = [Turn([5, 6], [-1.0, -2.0], "", "stop", observation_ids=[7]), Turn([8], [-3.0], "", "stop")]
     batch = Batch([], 1, records=[*(Record([k], [turn]) for k, turn in enumerate(turns)), Record([], [])])
@@ -373,25 +352,6 @@ def test_a_turn_is_trained_unless_its_rollout_is_masked():
     none = [False, False]
     for masks, expected in ((False, [[True, False], [True, True], none]), (True, [[True, False], none, none])):
         assert batch.trained_turns(types.SimpleNamespace(mask_truncated_completions=masks)).tolist() == expected
-
-
-@pytest.mark.contract("in process")
-def test_a_conversation_gets_its_own_samples():
-    """Whichever conversation asks first: what is sampled in one batch is given back by rollout, cut to its budget."""
-
-    def generate_batch(prompt_ids, max_tokens):
-        return [[ids[0] + 1] * max_tokens for ids in prompt_ids], [[-ids[0] / 8] * max_tokens for ids in prompt_ids]
-
-    backend = InProcessBackend(generate_batch, lambda i: i == 21)
-
-    async def ask(i):
-        await asyncio.sleep(0.02 * (4 - i))
-        return await backend.generate([10 * i], i + 1, None, i)
-
-    generations = backend.serve([ask(i) for i in range(4)])
-    assert [g.token_ids for g in generations] == [[1], [11, 11], [21, 21, 21], [31, 31, 31, 31]]
-    assert [g.logprobs for g in generations] == [[0.0], [-1.25] * 2, [-2.5] * 3, [-3.75] * 4]
-    assert [g.finish_reason for g in generations] == ["length", "length", "stop", "length"]
 
 
 # =====================================================================================================================

@@ -265,26 +265,6 @@ async def sample(backend):
     return (await backend.generate([1], 8)).token_ids
 
 
-def test_an_answer_proves_only_what_was_finished_when_it_was_asked_for(proxy, client):
-    """Sampled between question and answer: the server may have restarted before it was sampled."""
-
-    async def between(backend):
-        while not questions(proxy):
-            await asyncio.sleep(0.01)
-        return await sample(backend)
-
-    async def never(backend):
-        await asyncio.sleep(60)
-
-    def rule(request):
-        first = questions(proxy) == 1
-        return answered(request, "v" if first else "default", delay=1.5 * (first and request.path == "/weight_info"))
-
-    proxy.faults = rule
-    assert proven(client, "v", sample, between, never, every=1.0) == [[7], None, None]
-    assert questions(proxy) == 2
-
-
 @pytest.mark.parametrize(
     "held, expected",
     [("v-1", [7]), ("v-10", [7]), *((held, None) for held in ("default", "v-0", "V-1", ""))],
