@@ -65,6 +65,11 @@ beside() { # runs a group beside the first one
     "$python" -m pytest "$@" >"${logs[-1]}" 2>&1 &
     groups+=("$!")
 }
+warm=$(mktemp -d) # one process has the libraries for what all groups start (tests/warm_python.py)
+export WARM_PYTHON=$warm/python
+mkfifo "$warm/alive"
+"$python" tests/warm_python.py "$warm" <"$warm/alive" >/dev/null 2>&1 & # it ends when this script closes the pipe
+exec 9>"$warm/alive"
 beside "${faults[@]}"
 beside "${servers[@]}"
 beside "${half[@]}" "${marked[@]}"
