@@ -446,9 +446,6 @@ def test_a_verifiers_taskset_by_its_command_line(python, tmp_path):
     assert rollout.turns[0].observation == "1 and x y"
 
 
-# -- what programs do in long runs --
-
-
 @tries("@openai/codex")
 @slow
 def test_codex_compacts_its_history(packages, tmp_path, monkeypatch):

@@ -115,9 +115,6 @@ def tool_message(message, text="2"):
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in message["tool_calls"]]
 
 
-# -- token for token --
-
-
 @pytest.mark.contract("OpenAI chat API", "token for token", "agent by function")
 @pytest.mark.program("openai")
 def test_a_conversation_token_for_token():
@@ -387,17 +384,11 @@ def test_tokens_that_begin_or_end_a_message_are_broken_in_texts_of_users_and_too
     )
 
 
-# -- /v1/responses --
-
-
 async def respond(client, items, **options):
     return await client.responses.create(**{"model": "policy", "input": items, **options})
 
 
 FLAT = {"type": "function", **ADD["function"]}
-
-
-# -- streams --
 
 
 @pytest.mark.contract("streaming")
@@ -430,9 +421,6 @@ def test_streams(monkeypatch, seconds):
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.turns) == 3
     with pytest.raises(mt.ServerError, match="gone"):
         run(agent, mt.ServerError("gone"), seconds=seconds)  # no failure of the agent, which is told
-
-
-# -- retries and disconnects --
 
 
 async def post(client, body, **headers):
@@ -529,9 +517,6 @@ def test_n_answers(stream):
     assert [turn.reward for turn in rollout.turns] == [None, None, 0.5, None, None]
     written, usage = sum(len(sampled) for _, sampled in llm.asked[:3]), got["usage"]
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(llm.asked[0][0]), written)
-
-
-# -- endings --
 
 
 async def endless(row, client):
@@ -693,9 +678,6 @@ def test_what_is_no_agents_failure(monkeypatch):
         run(endless, "1")
 
 
-# -- what bad input gets --
-
-
 BAD = [  # what would change the answer in silence, and one of each kind that any client may send
     ({"messages": []}, 400, "messages: got none"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
@@ -742,9 +724,6 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     assert rollout.reward == 1.0, rollout.error
     assert len(llm.asked) == 3 and all(params == {"temperature": 1.0, "stop": []} for params in llm.params)
     assert "is not served" in rollout.turns[-1].info["refused"]
-
-
-# -- what a later request tells of a turn --
 
 
 def results_of(message):
@@ -811,9 +790,6 @@ def test_what_a_later_request_tells_of_a_turn():
 
     rollout, _ = run(agent, "Paris", "Lyon", "yes")
     assert [turn.went_on for turn in rollout.turns] == [False, True, False]
-
-
-# -- rewards --
 
 
 def test_a_reward_names_its_answer():
@@ -905,9 +881,6 @@ def test_rewards_by_header_and_by_client():
     assert rollout.error is None and [turn.reward for turn in rollout.turns] == [-0.5, 2.125, None, None]
 
 
-# -- commands --
-
-
 COMMAND = """
 import json, sys
 from openai import OpenAI
@@ -940,9 +913,6 @@ def test_a_command(command, do, message):
         return
     assert rollout.reward == 0.5 and rollout.environment.result["said"] == "1", rollout.error
     assert rollout.stop_reason == StopReason.AGENT_DONE
-
-
-# -- what agents do to each other, and to the trainer --
 
 
 async def edits(row, client):
@@ -1029,9 +999,6 @@ def test_a_reward_by_header_is_given_once():
 
     assert [turn.reward for turn in run(agent_that(True), "1", "2")[0].turns] == [0.875, None]
     assert [turn.reward for turn in run(agent_that(False), "1")[0].turns] == [0.375]
-
-
-# -- commands: their ends --
 
 
 DAEMON = """
@@ -1162,9 +1129,6 @@ def test_the_environment_of_a_command(monkeypatch):
     assert (found["ANTHROPIC_BASE_URL"], found["ANTHROPIC_API_KEY"]) == ("http://127.0.0.1:1", "key")
 
 
-# -- what no client may change --
-
-
 def disturbed(message, rng):
     """A message as some program would send it again."""
     message = json.loads(json.dumps(message))
@@ -1220,9 +1184,6 @@ def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
     lost = [turn for turn in rollout.turns if turn.info.get("received") is False]
     assert not any(turn.trained for turn in lost) and len(lost) < len(rollout.turns) / 2
     assert trained + sum(len(turn.token_ids) for turn in lost) == sum(len(sampled) for _, sampled in llm.asked)
-
-
-# -- recipes --
 
 
 RECIPE = {

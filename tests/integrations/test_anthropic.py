@@ -69,9 +69,6 @@ async def post(client, body, path="v1/messages", **headers):
 BODY = {"model": "policy", "max_tokens": 50, "messages": [user("a")]}
 
 
-# -- token for token --
-
-
 @pytest.mark.contract("Anthropic API", "token for token", "agent by function")
 @pytest.mark.program("anthropic")
 def test_a_loop_of_two_calls_token_for_token():
@@ -190,9 +187,6 @@ def test_all_endpoints_are_one_conversation():
     assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1, 2]], rollout.error
 
 
-# -- streams --
-
-
 @pytest.mark.contract("streaming")
 @pytest.mark.parametrize("turn, seconds", [
     (f"{THINKS}Now.\n{CALL}\n{CALL}", 0.3), (f"{THINKS}Now.\n{CALL}\n{CALL}", 0.0), ("It is 2.", 0.0), (CALL, 0.0),
@@ -220,9 +214,6 @@ def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
     assert json.loads(streamed) == json.loads(whole)
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(found[0].content)
-
-
-# -- what the model reads --
 
 
 def qwen3():
@@ -307,9 +298,6 @@ def test_tokens_are_counted_and_nothing_is_spent():
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == 1.0
 
 
-# -- images --
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return vision_model.save(tmp_path_factory.mktemp("vision"), template=vision_model.HERMES_TEMPLATE)
@@ -355,9 +343,6 @@ def test_images_of_questions_and_of_results(folder, sees):
     after = f"four<|im_end|>\n<|im_start|>user\n{images.PLACE}<|im_end|>\n{ASKS}"
     assert llm.asked[1][0] == images.expected_ids(folder, begin + after, pictures)
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == len(llm.asked[0][0])
-
-
-# -- errors --
 
 
 BAD = [  # a change of a request, the status, and the message
@@ -429,9 +414,6 @@ def test_the_end_of_a_rollout_inside_a_stream_is_told(monkeypatch):
         )
 
 
-# -- records, credit and retries --
-
-
 def test_equal_texts_are_told_apart_by_their_thinking():
     """By its signature; where a program makes one of its own, by what was thought; an answer without any, by that."""
     turns = ["<think>A</think>Now.", "<think>B</think>Now.", "Now."]
@@ -471,9 +453,6 @@ def test_a_result_that_is_an_error_counts_as_one():
     assert rollout.error is None, rollout.error
     assert [turn.error for turn in rollout.turns] == ["tool", None, None]
     assert rollout.turns[0].observation_ids == rollout.turns[1].observation_ids
-
-
-# -- what a policy could write to escape its loss --
 
 
 ESCAPES = {  # an argument, and what the agent gets of the turn

@@ -52,9 +52,6 @@ def user(*parts):
     return {"role": "user", "content": [said(part) if isinstance(part, str) else part for part in parts]}
 
 
-# -- ids --
-
-
 def test_two_turns_with_an_image_in_the_second_request_are_one_record(folder, tokenizer):
     """The first image comes again with each request, once written anew by another encoder: it is the same one."""
     one, two = vision_model.picture(1), vision_model.picture(2, (84, 56))
@@ -160,8 +157,6 @@ def test_a_placeholder_that_an_agent_or_the_policy_writes_is_no_picture(tokenize
     assert "Read < |image_pad|>." in tokenizer.decode(rollout.prompt_ids)
 
 
-# -- what is refused --
-
 FRAMES = {"save_all": True, "append_images": [vision_model.picture(1)]}
 BAD = [
     (shown("https://127.0.0.1:1/x.png"), "got the image 'https://127.0.0.1:1/x.png', expected a data"),
@@ -185,9 +180,6 @@ def test_an_image_that_cannot_be_read_is_the_apis_error(tokenizer):
     assert rollout.error is None and len(llm.asked) == 1, rollout.error
 
 
-# -- rows --
-
-
 def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):
     """What it sends of them is the same picture, also of a photograph that a camera held upright."""
     (tmp_path / "agent.py").write_text(
@@ -206,9 +198,6 @@ def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):
     assert rollout.reward == 1.0 and pictures_in(rollout.prompt_ids) == expected
     assert expected[0].image.size == (56, 84) and rollout.environment.result["other"] == str(b"no image")
     assert uri_or_str(written).startswith("data:image/jpeg;base64,") and uri_or_str(3) == "3"
-
-
-# -- training --
 
 
 AGENT = """

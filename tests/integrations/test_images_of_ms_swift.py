@@ -65,9 +65,6 @@ ROW = {"prompt": [user("Which <image>?")], "images": [{"bytes": as_bytes(IMAGE),
 BEGIN = f"<|im_start|>user\nWhich {PLACE}?<|im_end|>\n"
 
 
-# -- ids --
-
-
 def test_an_image_that_a_scheduler_adds_goes_on_in_the_record(folder, tokenizer):
     """A tag in what the policy says, and in the assistant's message, is text."""
     rollout, llm = run(zooms, tokenizer, "four <image>", "six")
@@ -195,8 +192,6 @@ def test_no_picture_outlives_its_rollouts(tokenizer):
     gc.collect()
     assert not set(numbers) & set(KNOWN)
 
-
-# -- what fails --
 
 BAD = {
     "more images": (lambda r: r.images.append(OTHER), "has 2 images, and its messages have 1 tags <image>. "),

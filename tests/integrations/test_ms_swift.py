@@ -80,9 +80,6 @@ def trained_ids(rollout):
     return [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
 
 
-# -- ids by hand --
-
-
 @pytest.mark.contract("scheduler step")
 def test_a_new_turn_token_for_token():
     rollout, _ = run(Asks, FIRST, SECOND, max_turns=2)
@@ -332,9 +329,6 @@ def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
     assert [o["rollout_infos"]["num_turns"] for o in rollout.environment.outputs] == [1, 2]
 
 
-# -- loss_scale --
-
-
 @pytest.mark.parametrize("thinking", ["<think>\n\n</think>\n\n", "</think>\n\n"])  # the prompt may have opened it
 def test_a_loss_scale_masks_an_empty_thinking(thinking):
     rollout, _ = run(RolloutScheduler, f"{thinking}It is 2.", loss_scale="last_round+ignore_empty_think")
@@ -370,9 +364,6 @@ def test_a_loss_scale_leaves_choices_of_ids():
     for loss_scale in ("default", "ignore_empty_think"):
         rollout, _ = run(own_run(part), FIRST, loss_scale=loss_scale)
         assert rollout.loss_mask == [1] * 2 + [0] * (len(rollout.completion_ids) - 2)
-
-
-# -- what schedulers may write --
 
 
 @pytest.mark.contract("check_finished", "max_turns")
@@ -437,9 +428,6 @@ def test_a_response_that_a_judge_has_read_keeps_its_ids(gives_ids):
     size = len(ids(FIRST))
     assert rollout.turns[0].token_ids == ids(FIRST) and [t.trained for t in rollout.turns] == [True, False, True]
     assert rollout.turns[0].per_token(1, 0) == ([1] * 2 + [0] * (size - 2) if gives_ids else [1] * size)
-
-
-# -- a run of one's own --
 
 
 @pytest.mark.contract("scheduler run")
@@ -651,9 +639,6 @@ def test_a_row_is_a_request_without_its_solution():
     assert rollout.prompt_ids == ids(PROMPT) and seen.pop() == [user("What?")]
 
 
-# -- budgets --
-
-
 @pytest.mark.contract("completion_length_limit_scope")
 def test_the_budget_ends_a_conversation():
     """`total` bounds all that is sampled and newly read; `per_round` each response. A full context ends both."""
@@ -703,9 +688,6 @@ def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
     assert [turn.trained for turn in rollout.turns] == [True, True]
     (output,) = rollout.environment.outputs
     assert output["messages"][-1] == answer("2") and output["response_token_ids"] == [ids("1") + END, ids("2") + END]
-
-
-# -- what fails --
 
 
 def gives(**values):
@@ -862,9 +844,6 @@ def test_what_is_in_flight_at_the_end_is_not_sampled_on():
     assert "took longer" in str(rollout.error)
 
 
-# -- what a recipe says --
-
-
 def settings(folder):
     return mt.MTGRPOConfig(output_dir=str(folder), tool_format="hermes", report_to=[], use_cpu=True, bf16=False)
 
@@ -898,9 +877,6 @@ def test_what_cannot_work_is_named(tmp_path, monkeypatch, plugin, keys, said):
         mt.build_env(mt.recipe_classes()[0](**keys), settings(tmp_path), [], TOKENIZER)
 
 
-# -- rewards --
-
-
 class Waits(AsyncORM):
     async def __call__(self, completions, solution, request_id, **kwargs):
         await asyncio.sleep(0)
@@ -926,9 +902,6 @@ def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
     columns["messages"] = [[user("What?")]] * 2
     assert function(**columns) == [1.0, 1.0]
     assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
-
-
-# -- plug-ins as they are --
 
 
 @pytest.mark.contract("ms-swift plug-ins")

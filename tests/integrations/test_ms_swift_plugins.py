@@ -121,8 +121,6 @@ def test_every_example_reward_gives_what_it_gives_in_the_main_thread(name, servi
     assert here == trained == right
 
 
-# -- what schedulers get --
-
 SQUARE = {"type": "function", "function": {"name": "square", "description": "Squares a number.", "parameters": {
     "type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}}}  # fmt: skip
 
@@ -168,8 +166,6 @@ def test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_
     assert columns["rollout_infos"] == columns["multi_turn_infos"] == [rollout.environment.infos]
     assert seen == [{"goal": "the row's own", "level": 1} if passes else {}] * 2
 
-
-# -- the mask of a part of a text --
 
 TEXTS = {1: "abc", 2: "def", 3: "g"}
 BYTES = {10: "\N{REPLACEMENT CHARACTER}", 11: "é"}  # two ids of one character: the first alone is no text yet

@@ -52,8 +52,6 @@ def plain(item):
     return {key: value for key, value in item.to_dict().items() if key != "id"}
 
 
-# -- what was answered --
-
 SENT = {
     "whole": lambda item: item.to_dict(),
     "without ids": plain,
@@ -185,9 +183,6 @@ def test_what_another_conversation_was_answered_is_refused():
     assert [record.numbers for record in rollout.records] == [[0], [1]]
 
 
-# -- tools --
-
-
 def test_arguments_that_are_no_text_for_a_custom_tool_come_back_as_they_were():
     """The program gets them as its text, as from vLLM, and what it sends is known for what was sampled."""
     odd = calls("shell", command="ls")
@@ -260,8 +255,6 @@ def test_what_cannot_be_served_is_named(caplog, monkeypatch):
     assert "background: not supported" in rollout.turns[-1].info["refused"]
 
 
-# -- what the model reads is what vLLM would show it: test_agent_prompts.py compares these --
-
 CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"a": 1, "b": "x"}'}
 CONVERSATIONS = {
     "text": {"input": "a"},
@@ -294,9 +287,6 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
-# -- streams --
-
-
 def test_the_events_of_a_stream():
     """In their order, with their numbers; what they add up to is the answer."""
     seen = {}
@@ -323,9 +313,6 @@ def test_the_events_of_a_stream():
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == done
     deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
     assert deltas == ["Hm.", "Now.", *[call.get("arguments", call.get("input")) for call in done[2:]]]
-
-
-# -- a second model --
 
 
 def test_equal_texts_go_on_once_each_where_thinking_is_never_sent():

@@ -165,8 +165,6 @@ def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     assert rollout.turns[0].observation.startswith(mark_of(crop))
 
 
-# -- tools behind MCP servers --
-
 SERVER = """
 import json
 import sys
@@ -231,9 +229,6 @@ def test_the_mcp_search_tool(found, tavily, tmp_path, way):
     assert (failed.error, failed.observation) == ("tool", "Error: Error executing tool tavily_search_tool")
     assert unknown.error == "call"  # tool_selected_list
     assert rollout.environment.agent_data.metrics["tavily_search_tool"][0]["queries"] == ["France"]
-
-
-# -- 0.9.1: function tools, and tools of its own tests --
 
 
 @WAYS

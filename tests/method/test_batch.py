@@ -354,11 +354,6 @@ def test_a_turn_is_trained_unless_its_rollout_is_masked():
         assert batch.trained_turns(types.SimpleNamespace(mask_truncated_completions=masks)).tolist() == expected
 
 
-# =====================================================================================================================
-# Reward functions that change what they get
-# =====================================================================================================================
-
-
 def spoil(columns):
     """Change everything that a reward function gets."""
     for turns in columns["rollout_turns"]:
@@ -400,11 +395,6 @@ def test_a_reward_that_changes_its_arguments_changes_nothing_else(random_model, 
 
     funcs = [turn_a, *golden.FUNCS[0][1:]], [golden.outcome_a, outcome_b]
     golden.assert_as_written(golden.run_case(random_model, tmp_path, name, funcs=funcs), name)
-
-
-# =====================================================================================================================
-# Limits and ends
-# =====================================================================================================================
 
 
 class Writes(VLLMServerClient):
@@ -497,11 +487,6 @@ def test_a_turn_ends_where_the_chat_template_ends_it(base_model, tmp_path):
     trainer.llm = Writes(tokenizer, ["ok<|im_end|>"] * 8)
     trainer.evaluate()
     assert all({end, eos} <= set(params["stop_token_ids"]) for params in trainer.llm.params) and trainer.llm.params
-
-
-# =====================================================================================================================
-# Which problems are trained on, and which are for evaluation
-# =====================================================================================================================
 
 
 def build(tmp_path, *arguments):

@@ -43,11 +43,6 @@ def client(proxy):
     client.close()
 
 
-# =====================================================================================================================
-# Waiting
-# =====================================================================================================================
-
-
 def test_an_answer_that_trickles_is_no_answer(proxy, client):
     """A time limit bounds the whole call: at this pace the answer would be whole after 20 s."""
     proxy.faults = lambda request: Fault("drip", drip=0.5, status=200, body=b" " * 40)
@@ -92,11 +87,6 @@ def test_a_run_without_its_server_says_so_and_keeps_the_password(tmp_path):
     assert any(line.startswith("Waiting up to 1 more s") for line in lines)
     assert lines[-1].startswith(f"error: No vLLM server answers at http://127.0.0.1:{port}")
     assert "Traceback" not in result.stderr
-
-
-# =====================================================================================================================
-# Addresses and answers that are no vLLM server's
-# =====================================================================================================================
 
 
 @pytest.mark.parametrize("url", ["http://gpu1:99999", "ftp://gpu1", "gpu1:8000", "http://ann:hun/ter2@gpu1:8000"])
@@ -173,11 +163,6 @@ def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
     assert proxy.requests[-1].headers["Authorization"] == "Bearer key"
 
 
-# =====================================================================================================================
-# What is asked, answered and pushed
-# =====================================================================================================================
-
-
 SAMPLE = {
     "choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 1},
@@ -233,11 +218,6 @@ def test_a_push_is_loaded_while_the_server_is_paused_and_gets_its_name_then(prox
     expected = ["/pause", "loading-v-1", "/collective_rpc", "/reset_prefix_cache", "v-1", "/resume"]
     assert asked[asked.index("/pause") :] == expected
     assert not list(tmp_path.iterdir())
-
-
-# =====================================================================================================================
-# Which weights a rollout came from
-# =====================================================================================================================
 
 
 def answered(request, held, **how):

@@ -72,9 +72,6 @@ def assert_rows(advantages: torch.Tensor, expected: list[list[float]]) -> None:
         assert advantages[i, : len(row)].tolist() == pytest.approx(row, abs=2e-6), f"rollout {i}"
 
 
-# --- norm ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("scale_rewards")
 def test_norm_by_the_mean():
     """MaxRL: (r - mean) / mean. 1 of 4 is right: 0.75 / 0.25 and -0.25 / 0.25."""
@@ -152,9 +149,6 @@ def test_nanstd_by_hand():
     assert std[0].item() == pytest.approx(math.sqrt(2))
     assert std[1].isnan() and std[2].isnan()
     assert std[3].item() == pytest.approx(1.0)
-
-
-# --- advantages by hand ----------------------------------------------------------------------------------------------
 
 
 # Three calls and an answer, two calls and an answer, one call and an answer, an answer at once.
@@ -341,9 +335,6 @@ def test_advantages_by_hand(name, shown):
     assert_rows(turn_advantages(table(**rewards), name, group_size, coef, scale, discount, **others), expected)
 
 
-# --- returns ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rewards", [(0.1, 0.2, 0.3, 0.4), (10.0, -10.0, 0.1, 0.7), (1e5, 0.3, -1e5)])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("name", ["merged", "turn_return", "gigpo"])
@@ -407,9 +398,6 @@ def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
-# --- progress_credit -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("progress_credit")
 def test_progress_is_shared_by_the_turns_up_to_it():
     # Scores 0.2 None 0.8 0.5. Turn 2 makes 0.6: turns 0 to 2 get 0.25, 0.5, 1 over 1.75 of it. Turn 3 makes -0.3:
@@ -448,17 +436,12 @@ def test_progress_moves_no_rollout_against_another():
         assert (shift * rewards.num_tokens).sum(1).abs().max() < 1e-4 and shift.abs().max() > 0.1
 
 
-# --- zero_sum --------------------------------------------------------------------------------------------------------
-
-
 def test_zero_sum_teaches_where_all_outcomes_are_equal():
     rewards = table([0, 0], [[1, 1, 0], [1, 1, 0]], turn=[[0.5, 0, None], [0.5, 0, None]])
     assert_rows(turn_advantages(rewards, "zero_sum", 2, 1.0, "group"), [[0.25, -0.25, 0.0]] * 2)
     for name in ("outcome", "merged", "mt_grpo", "turn_return", "gigpo"):
         assert turn_advantages(rewards, name, 2, 1.0, "group").eq(0).all()
 
-
-# --- the gradient ----------------------------------------------------------------------------------------------------
 
 OUTCOMES = torch.tensor([[0.4, 0.4], [0.9, 0.1], [0.2, 1.0]]).double()  # [first action, second action] -> R^O
 CALL_REWARDS = torch.tensor([0.0, 0.7, 0.2]).double()  # first action (0: no call, its second action is not taken)
@@ -505,9 +488,6 @@ def test_the_gradient_of_a_toy_policy(name, per_turn):
     error = per_group.std(0) / groups**0.5
     assert (true.abs() > 20 * error).sum() >= 5  # there is a gradient to find
     assert ((per_group.mean(0) - true * (size - 1) / size).abs() < 4 * error).all()
-
-
-# --- what holds for all of them --------------------------------------------------------------------------------------
 
 
 def random_table(seed: int, num_groups: int = 5, group_size: int = 6, num_turns: int = 4) -> RewardTable:
@@ -622,9 +602,6 @@ def test_finite_whatever_is_missing(name, scale):
         assert advantages[rewards.outcome.isnan()].eq(0).all()
 
 
-# --- numbers that count ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_number_changes_an_advantage_or_is_known_not_to(name, scale):
@@ -699,9 +676,6 @@ def test_sums_that_float32_cannot_compare_end_the_run(coef, reward):
         check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, coef, "group"), 3, coef)
     rewards.turn /= 10
     check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), 3, 1.0)
-
-
-# --- token advantages ------------------------------------------------------------------------------------------------
 
 
 def test_token_advantages_of_rollouts_of_unequal_length():

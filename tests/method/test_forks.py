@@ -101,8 +101,6 @@ def test_the_sizes_of_the_page():
     assert len(rows) == 3 and {path: size(path) for path, _ in rows} == {path: int(lines) for path, lines in rows}
 
 
-# --- a recipe key: the model's own call format, with several calls in a turn -----------------------------------------
-
 MEET = """
 import threading
 
@@ -145,8 +143,6 @@ def test_hermes_and_parallel_calls(hermes_model, tmp_path, monkeypatch):
         ("assistant", "So we met 0"),
     ]  # fmt: skip
 
-
-# --- a tool format of its own ----------------------------------------------------------------------------------------
 
 ADD = """
 def add(a: int, b: int) -> int:
@@ -210,9 +206,6 @@ def test_the_choices_of_a_fork_have_its_format(fork, random_model, tmp_path):
         build(tmp_path, random_model, script=fork, tool_format="python", environment="openai_agent", agent="a.py:f")
 
 
-# --- a user played by a second model ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def user(monkeypatch):
     """A server that speaks `/v1/chat/completions`. The user asks once more, and is content then."""
@@ -260,9 +253,6 @@ def test_a_simulated_user(user, tmp_path):
     assert [message["role"] for message in sent["messages"]] == ["system", "assistant", "user", "assistant", "user"]
     assert "You want: two sums" in sent["messages"][0]["content"]
     assert sent["messages"][1]["content"].startswith("What is")
-
-
-# --- an environment that forgets -------------------------------------------------------------------------------------
 
 
 def look(place: str) -> str:
@@ -320,8 +310,6 @@ def test_a_short_memory_trains(tmp_path):
     _, steps = train(trainer)
     assert any(step["records/mean"] > 1 for step in steps)
 
-
-# --- a sandbox -------------------------------------------------------------------------------------------------------
 
 RAN = """
 import json
@@ -384,9 +372,6 @@ def test_what_a_sandbox_bounds(tmp_path, monkeypatch):
     finally:
         sandbox.close()
     assert not sandbox.folder.exists()
-
-
-# --- classes written for TRL -----------------------------------------------------------------------------------------
 
 
 # A game in the style of TRL's pages on OpenEnv. The package of its client is replaced by a local one; the class knows

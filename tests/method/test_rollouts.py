@@ -22,8 +22,6 @@ from scripted import (
 
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, ToolCall, ToolResult, Turn
 
-# --- what reward functions get ---------------------------------------------------------------------------------------
-
 
 def queries(completions, **kwargs):
     """A reward as TRL's example has it: -1 without a call, less for more than two."""
@@ -104,9 +102,6 @@ def test_what_a_turn_shows_of_its_results():
         assert Turn([1], None, "", "stop", **change).has_observation
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
-
-
 def test_a_turn_that_is_only_read_is_in_no_mask():
     turns = [
         Turn([1, 2], [-0.1, -0.2], "", "stop", observation_ids=[3]),
@@ -151,9 +146,6 @@ def test_only_place_changes_an_index():
         rollout.index = 7
 
 
-# --- what the model reads next ---------------------------------------------------------------------------------------
-
-
 def test_the_history_is_what_the_model_reads_next():
     """Since the last edit; an assistant's message goes on where a turn says so, at the end of a prompt it does not."""
 
@@ -179,9 +171,6 @@ def test_the_history_is_what_the_model_reads_next():
     rollout.edited = Context([user], [0, 0, 0], new_tokens=3)
     assert said(rollout.history) == [("user", "more")] and rollout.history_ids == [0, 0, 0]
     assert rollout.new_tokens == 6 + 2 + 1 + 3
-
-
-# --- whole rollouts, token by token ----------------------------------------------------------------------------------
 
 
 @pytest.mark.contract("MultiTurnToolEnv.generate", "xml")
@@ -291,9 +280,6 @@ def test_unknown_logprobs_stay_unknown():
     out = env.generate(["2+3?"], backend)
     verify(env, out["rollouts"], backend)
     assert out["logprobs"] == [None]
-
-
-# --- Qwen3's own template --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": True}])

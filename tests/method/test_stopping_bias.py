@@ -151,9 +151,6 @@ def test_scaling_changes_what_a_turn_reward_is_worth():
     assert difference == pytest.approx(-1.21, abs=0.02) and error < 0.005
 
 
-# --- measured biases, as the docstrings state them; the tolerances are four standard errors --------------------------
-
-
 BIASES = [  # estimator, world, scaling, the bias at turns 0 and 1, and how many standard errors it is from 0
     ("mt_grpo", 1, "none", (0.129, 0.228), 10),  # to stop pays now and to go on later, and a turn's number is
     ("mt_grpo", 2, "none", (0.065, 0.055), 10),  # compared with those of the same turn alone

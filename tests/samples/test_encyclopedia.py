@@ -35,9 +35,6 @@ def rows_of(split: str) -> list[dict]:
     return [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
 
 
-# --- the encyclopedia ------------------------------------------------------------------------------------------------
-
-
 def test_the_files_are_what_the_generator_makes(tmp_path):
     build.write_data(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "test.jsonl", "train.jsonl"]
@@ -76,12 +73,6 @@ def test_no_held_out_question_is_trained_on():
     assert not begin["train"] & begin["test"]
     questions = [row["question"] for split in build.NUM_ROWS for row in rows_of(split)]
     assert len(set(questions)) == len(questions)
-
-
-# --- the warm start --------------------------------------------------------------------------------------------------
-
-
-# --- the model -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -108,9 +108,6 @@ def all_of(func, conversations, **columns):
     return func(rollout_turns=[turns_of(messages) for messages in conversations], **columns)
 
 
-# --- The files -------------------------------------------------------------------------------------------------------
-
-
 def test_repeated_helpers_are_identical():
     assert len({inspect.getsource(module._results) for module in MODULES}) == 1
     every_file = [*MODULES, load("chain_reward"), load("judge_reward")]
@@ -133,9 +130,6 @@ def test_lists_of_functions():
     assert names(calculator.OUTCOME_REWARD_FUNCS) == ["exact_match_reward_func", "answer_given_reward_func"]
     assert names(gsm8k.TURN_REWARD_FUNCS) == ["tool_execution_reward_func"]
     assert names(gsm8k.OUTCOME_REWARD_FUNCS) == ["exact_match_reward_func", "answer_format_reward_func"]
-
-
-# --- Every function on the same inputs -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("func", ALL_FUNCS)
@@ -168,8 +162,6 @@ def test_huge_text_is_fast(func, text):
     one(func, [says(SUM), gets(text), says(text)])
     assert time.process_time() - start < 2.0
 
-
-# --- Which text is the answer ----------------------------------------------------------------------------------------
 
 ANSWER_TEXTS = [
     ([answers("1887")], 1.0),
@@ -213,8 +205,6 @@ ANSWER_TEXTS = [
 def test_exact_match_reads_the_answer_that_counts(module, messages, expected):
     assert one(module.exact_match_reward_func, messages) == expected
 
-
-# --- Tool calls ------------------------------------------------------------------------------------------------------
 
 # (messages, the turns the environment parsed from them, tool execution, gold number found)
 CALLS = [
@@ -331,8 +321,6 @@ def test_an_answer_in_plain_text_is_one():
         for module in MODULES:
             assert one(module.exact_match_reward_func, [], turns=turns) == 0.0
 
-
-# --- TriviaQA --------------------------------------------------------------------------------------------------------
 
 GOLDS = [
     (["France"], 1.0),
@@ -473,8 +461,6 @@ def test_the_maxima_are_exact():
         assert one(triviaqa.xml_tag_reward_func, perfect) == 0.2
 
 
-# --- Numbers ---------------------------------------------------------------------------------------------------------
-
 # (answer, gold, calculator: exact match, gsm8k: exact match, gsm8k: reads as a number)
 NUMBERS = [
     ("1887", "1887", 1.0, 1.0, 0.1),
@@ -598,9 +584,6 @@ def test_the_gold_number_of_a_worked_solution_is_the_last_one_marked():
     assert one(gsm8k.exact_match_reward_func, [answers("15")], gold) == 1.0
     assert one(gsm8k.exact_match_reward_func, [answers("5")], gold) == 0.0
     assert one(gsm8k.exact_match_reward_func, [answers(gold)], gold) == 0.0
-
-
-# --- Rows of real data -----------------------------------------------------------------------------------------------
 
 
 def rows(name: str) -> list[dict]:

@@ -47,9 +47,6 @@ def environment_of(image):
     return found
 
 
-# --- the pictures ----------------------------------------------------------------------------------------------------
-
-
 def test_the_bundled_data_are_those_of_the_program(tmp_path):
     """The same bytes twice, and the pixels of the bundled files, whose bytes depend on the version of zlib."""
     for name in ("one", "two"):
@@ -67,9 +64,6 @@ def test_the_bundled_data_are_those_of_the_program(tmp_path):
             assert environment_of(row["image"]).image.tobytes() == made["image"].convert("RGB").tobytes()
             assert row["answer"] == str(made["digits"][CORNERS.index(row["corner"])])
     assert not {row["image"] for row in rows_of("train")} & {row["image"] for row in rows_of("test")}
-
-
-# --- the environment -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("corner, first", [
@@ -126,9 +120,6 @@ def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
     assert reward([[everywhere]], corner=["top left"]) == [[0.0]]  # which is no choice
     assert outcome([rollout.turns], answer=["7"]) == [1.0] and outcome([rollout.turns], answer=["8"]) == [0.0]
     assert given([rollout.turns]) == [0.1] and given([rollout.turns[:3]]) == given([[]]) == [0.0]
-
-
-# --- the bundled model -----------------------------------------------------------------------------------------------
 
 
 def test_the_model_takes_left_for_right(project_folder):
