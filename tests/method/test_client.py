@@ -246,8 +246,7 @@ async def sample(backend):
 
 
 @pytest.mark.parametrize(
-    "held, expected",
-    [("v-1", [7]), ("v-10", [7]), *((held, None) for held in ("default", "v-0", "V-1", ""))],
+    "held, expected", [("v-1", [7]), ("v-10", [7]), *((held, None) for held in ("default", "v-0", "V-1", ""))]
 )
 def test_only_this_version_and_later_ones_count(proxy, client, held, expected):
     proxy.faults = lambda request: answered(request, held)

@@ -12,14 +12,7 @@ from mt_grpo.base.errors import RunError
 from mt_grpo.training import further_credit
 from mt_grpo.training.batch import NAN, nanstd
 from mt_grpo.training.further_credit import check_advantages, numbers_that_move
-from mt_grpo_trainer import (
-    CREDIT_ASSIGNMENTS,
-    RewardTable,
-    doctest_batch,
-    norm,
-    token_advantages,
-    turn_advantages,
-)
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS, RewardTable, doctest_batch, norm, token_advantages, turn_advantages
 
 NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum", "progress_credit"]
 WITHIN = ("zero_sum", "progress_credit")  # which compare the turns of one rollout
