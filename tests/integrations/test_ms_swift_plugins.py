@@ -1,14 +1,13 @@
 """ms-swift's example plug-ins: their rewards as they are; what schedulers get; the mask of a part of a text."""
 
 import asyncio
-import http.server
 import inspect
 import json
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fault_proxy import Fault, FaultProxy
 from scripted_schedulers import PLUGINS, TOKENIZER, answer, run, step_by, user
 
 from mt_grpo.integrations.ms_swift import paths as swift_paths
@@ -46,38 +45,22 @@ def ended(text):
 def services(monkeypatch):
     """A judge of code that accepts what is asked with the input 1, and a judge model that gives seven of ten."""
 
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer({"object": "list", "data": [{"id": "judge", "object": "model", "created": 0, "owned_by": ""}]})
+    def answers(request):
+        asked = request.payload
+        if request.method == "GET":
+            body = {"object": "list", "data": [{"id": "judge", "object": "model", "created": 0, "owned_by": ""}]}
+        elif request.path.startswith("/submissions"):
+            accepted = asked["stdin"] == "1" and "print" in asked["source_code"]
+            body = {"status": {"description": "Accepted" if accepted else "Wrong Answer"}}
+        else:
+            score = "[[7]]" if "good" in asked["messages"][-1]["content"] else "[[0]]"
+            body = {"choices": [{"message": {"content": f"Well: {score}"}}]}
+        return Fault("answer", status=200, body=json.dumps(body).encode())
 
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path.startswith("/submissions"):
-                verdict = "Accepted" if asked["stdin"] == "1" and "print" in asked["source_code"] else "Wrong Answer"
-                self.answer({"status": {"description": verdict}})
-            else:
-                score = "[[7]]" if "good" in asked["messages"][-1]["content"] else "[[0]]"
-                self.answer({"choices": [{"message": {"content": f"Well: {score}"}}]})
-
-        def answer(self, body):
-            sent = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(sent)))
-            self.end_headers()
-            self.wfile.write(sent)
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("JUDGE0_ENDPOINT", url)
-    monkeypatch.setenv("GENRM_API_BASE", f"{url}/v1")
-    yield
-    server.shutdown()
-    server.server_close()
+    with FaultProxy("http://127.0.0.1:9", answers) as server:
+        monkeypatch.setenv("JUDGE0_ENDPOINT", server.url)
+        monkeypatch.setenv("GENRM_API_BASE", f"{server.url}/v1")
+        yield
 
 
 CALL = '<tool_call>\n{"name": "f", "parameters": {"x": 1}}\n</tool_call>'

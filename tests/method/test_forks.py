@@ -5,13 +5,12 @@ import json
 import os
 import re
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
+from fault_proxy import Fault, FaultProxy
 from processes import ends
 from scripted import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
 
@@ -209,29 +208,16 @@ def test_the_choices_of_a_fork_have_its_format(fork, random_model, tmp_path):
 @pytest.fixture
 def user(monkeypatch):
     """A server that speaks `/v1/chat/completions`. The user asks once more, and is content then."""
-    asked = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            again = sum(message["role"] == "assistant" for message in asked[-1][1]["messages"]) == 1
-            message = {"role": "assistant", "content": "And what is 1 + 1?" if again else "DONE"}
-            data = json.dumps({"choices": [{"message": message}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def says(request):
+        again = sum(message["role"] == "assistant" for message in request.payload["messages"]) == 1
+        message = {"role": "assistant", "content": "And what is 1 + 1?" if again else "DONE"}
+        return Fault("said", status=200, body=json.dumps({"choices": [{"message": message}]}).encode())
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("USER_URL", f"http://127.0.0.1:{server.server_port}/v1")
+    with FaultProxy("http://127.0.0.1:9", says) as server:
+        monkeypatch.setenv("USER_URL", f"{server.url}/v1")
         monkeypatch.setenv("USER_MODEL", "second")
-        yield asked
-        server.shutdown()
+        yield server.requests
 
 
 def test_a_simulated_user(user, tmp_path):
@@ -248,7 +234,7 @@ def test_a_simulated_user(user, tmp_path):
     said = [message["content"] for message in ended[0]["messages"] if message["role"] == "user"]
     assert said[0].startswith("What is") and "And what is 1 + 1?" in said and "DONE" not in said
     assert steps[0]["rewards/SimulatedUser/mean"] == sum(row in ended for row in rows if row["step"] == 0) / 4
-    path, sent = next((path, sent) for path, sent in user if len(sent["messages"]) == 5)
+    path, sent = next((r.path, r.payload) for r in user if len(r.payload["messages"]) == 5)
     assert (path, sent["model"]) == ("/v1/chat/completions", "second")
     assert [message["role"] for message in sent["messages"]] == ["system", "assistant", "user", "assistant", "user"]
     assert "You want: two sums" in sent["messages"][0]["content"]

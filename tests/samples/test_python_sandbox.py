@@ -30,23 +30,25 @@ pytestmark = pytest.mark.skipif(not shutil.which("setpriv"), reason="needs util-
 AS_USER = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
 
 
+def load(allowed=True):
+    """The file as a module, or with namespaces that are not allowed (a command that fails)."""
+    spec = importlib.util.spec_from_file_location("python_sandbox", FILE)
+    module = importlib.util.module_from_spec(spec)
+    source = FILE.read_text() if allowed else re.sub(r"(?s)NAMESPACES = \{.*?\n\}", NOT_ALLOWED, FILE.read_text())
+    exec(compile(source, str(FILE), "exec"), vars(module))
+    return module
+
+
 @pytest.fixture
 def sandbox(monkeypatch):
-    """The file loaded with other settings, or with namespaces that are not allowed (a command that fails)."""
+    """The file loaded with other settings."""
 
-    def load(allowed=True, **values):
+    def load_with(allowed=True, **values):
         for name, value in values.items():
             monkeypatch.setenv(f"PYTHON_SANDBOX_{name}", str(value))
-        spec = importlib.util.spec_from_file_location("python_sandbox", FILE)
-        module = importlib.util.module_from_spec(spec)
-        if allowed:
-            spec.loader.exec_module(module)
-        else:
-            source = re.sub(r"(?s)NAMESPACES = \{.*?\n\}", NOT_ALLOWED, FILE.read_text())
-            exec(compile(source, str(FILE), "exec"), vars(module))
-        return module
+        return load(allowed)
 
-    return load
+    return load_with
 
 
 NOT_ALLOWED = 'NAMESPACES = {("network", "processes"): [["--no-such-namespace"]]}'
@@ -104,10 +106,7 @@ PROGRAMS = {
 @pytest.fixture(scope="module")
 def loaded():
     os.environ["SECRET"] = "hidden"
-    spec = importlib.util.spec_from_file_location("python_sandbox", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield load()
     del os.environ["SECRET"]
 
 
