@@ -72,26 +72,12 @@ SILENT = [turn("12"), turn()]
 ROLLOUTS = [RIGHT, DETOUR, EARLY, SILENT]
 
 
-def test_a_right_step_is_rewarded_once_and_in_order():
+def test_steps_that_are_rewarded():
+    """Once and in order; without steps the answer is the only one. The environment's own words are no result."""
     values = rewards.right_step_reward_func(ROLLOUTS, answer=[GOLD] * 4, steps=[STEPS] * 4)
     assert values == [[0.3, 0.3, 0.3, None], [0.3, 0.0, 0.3, 0.0, 0.3, 0.0, None], [None], [0.3, None]]
-
-
-def test_without_steps_the_answer_is_the_only_step():
     values = rewards.right_step_reward_func([SILENT, RIGHT], answer=["12", "28"])
     assert values == [[0.3, None], [0.0, 0.0, 0.3, None]]
-
-
-def test_outcomes():
-    gold = ["28", "28", "4", "14"]
-    assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
-    assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
-    for nothing in ([], [turn(answer="28"), turn("28")], [turn(calls=1)], [turn(answer="")]):
-        assert rewards.exact_match_reward_func([nothing], answer=["28"]) == [0.0]
-    assert rewards.exact_match_reward_func([[turn(answer="28\n")]], answer=["28"]) == [1.0]  # plain text
-
-
-def test_several_calls_in_a_turn():
     rollouts = [
         [turn("12", "14"), turn("28"), turn(answer="28")],
         [turn("14", "12"), turn("14", ("28", "tool")), turn("28", calls=2)],  # one after the other, as they ran
@@ -103,13 +89,19 @@ def test_several_calls_in_a_turn():
     assert values == [[0.6, 0.3, None], [0.3, 0.3, 0.3], [pytest.approx(0.9)], [0.3, None], []]
     values = rewards.call_executed_reward_func(rollouts)
     assert values == [[0.1, 0.1, None], [0.1, 0.0, 0.1], [0.1], [0.1, None], []]
-
-
-def test_the_environments_own_words_are_no_result():
     said = turn(answer="4")
     said.messages = [{"role": "user", "content": "12"}]
     assert rewards.call_executed_reward_func([[said]]) == [[None]]
     assert rewards.right_step_reward_func([[said, turn("12")]], answer=[GOLD], steps=[STEPS]) == [[None, 0.3]]
+
+
+def test_outcomes():
+    gold = ["28", "28", "4", "14"]
+    assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
+    assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
+    for nothing in ([], [turn(answer="28"), turn("28")], [turn(calls=1)], [turn(answer="")]):
+        assert rewards.exact_match_reward_func([nothing], answer=["28"]) == [0.0]
+    assert rewards.exact_match_reward_func([[turn(answer="28\n")]], answer=["28"]) == [1.0]  # plain text
 
 
 def test_the_state_is_the_number_of_turns_and_the_last_result():

@@ -2,7 +2,6 @@
 
 import doctest
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 from mt_grpo.base.errors import RunError
 from mt_grpo.training import further_credit
-from mt_grpo.training.batch import NAN, nanstd
+from mt_grpo.training.batch import NAN
 from mt_grpo.training.further_credit import check_advantages, numbers_that_move
-from mt_grpo_trainer import CREDIT_ASSIGNMENTS, RewardTable, doctest_batch, norm, token_advantages, turn_advantages
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS, RewardTable, norm, token_advantages, turn_advantages
 
 NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum", "progress_credit"]
 WITHIN = ("zero_sum", "progress_credit")  # which compare the turns of one rollout
@@ -133,15 +132,6 @@ def test_norm_is_the_formula_of_trl(group_size):
     std = rewards.view(-1, group_size).std(dim=1).repeat_interleave(group_size, dim=0)
     torch.testing.assert_close(norm(rewards, group_size, "group"), (rewards - mean) / (std + 1e-4))
     torch.testing.assert_close(norm(rewards, group_size, "none"), rewards - mean)
-
-
-def test_nanstd_by_hand():
-    x = torch.tensor([[2.0, 4.0, NAN], [1.0, NAN, NAN], [NAN, NAN, NAN], [3.0, 4.0, 5.0]])
-    std = nanstd(x, 1)
-    assert std.shape == (4, 1)
-    assert std[0].item() == pytest.approx(math.sqrt(2))
-    assert std[1].isnan() and std[2].isnan()
-    assert std[3].item() == pytest.approx(1.0)
 
 
 # Three calls and an answer, two calls and an answer, one call and an answer, an answer at once.
@@ -349,10 +339,6 @@ def test_values_that_differ_by_a_hundred_thousandth_differ(value):
     assert norm(torch.tensor([value, value * (1 + 1e-5)]), 2).abs().min() > 1e-4
 
 
-def test_a_table_without_tokens_has_one_token_per_turn():
-    assert doctest_batch().num_tokens.tolist() == [[1, 1, 1], [1, 1, 0]]
-
-
 @pytest.mark.contract("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum", "progress_credit")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_of_an_estimator(name):
@@ -382,17 +368,9 @@ def test_gigpo_gives_credit_from_an_outcome_alone():
         assert_rows(advantages, [[0.625, 0.75, 0.5], [-0.625, -0.75]])
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
-    for seed in range(5):
-        rewards = random_table(seed)
-        by_turn = replace(rewards, state=torch.arange(4).expand(30, 4).where(rewards.sampled, -1))
-        actual, expected = (turn_advantages(by_turn, name, 6, 0.7, scale, 0.9) for name in ("gigpo", "turn_return"))
-        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
-
-
 @pytest.mark.contract("progress_credit")
-def test_progress_is_shared_by_the_turns_up_to_it():
+def test_progress_by_hand():
+    """Over the tokens of a rollout the shift sums to zero, whatever the scores."""
     # Scores 0.2 None 0.8 0.5. Turn 2 makes 0.6: turns 0 to 2 get 0.25, 0.5, 1 over 1.75 of it. Turn 3 makes -0.3:
     # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16; their mean over 10, 20, 10 and 10
     # tokens is 0.086286.
@@ -402,24 +380,14 @@ def test_progress_is_shared_by_the_turns_up_to_it():
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.5), expected)
     halved = [[value / 2 for value in row] for row in expected]
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 0.5, "group", 0.5), halved)
-
-
-def test_progress_of_the_turn_alone_without_a_discount_to_earlier_ones():
     # discount 0: each turn its own: 0, 0.3, -0.1, less their mean 0.2 / 3 over tokens (all turns have one).
     rewards = table([1, 0], [[1, 1, 0], [0]], turn=[[0.1, 0.4, 0.3], [None]])
     expected = [[0.5 - 0.2 / 3, 0.5 + 0.3 - 0.2 / 3, 0.5 - 0.1 - 0.2 / 3], [-0.5]]
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.0), expected)
-
-
-def test_the_mean_of_progress_over_a_single_trained_token():
     # Progress 0.4, of which each turn gets 0.2; turn 0 is not trained, so that the mean is that of turn 1's one token.
     rewards = table([0, 0], [[1, 0], [1, 0]], turn=[[0.2, 0.6], [None, None]])
     rewards.num_tokens = torch.tensor([[0, 1], [0, 0]])
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none"), [[0.0, 0.0], [0.0, 0.0]])
-
-
-def test_progress_moves_no_rollout_against_another():
-    """Over the tokens of a rollout the shift sums to zero, whatever the scores."""
     for seed in range(5):
         rewards = random_table(seed)
         tokens = torch.randint(1, 50, rewards.turn.shape, generator=torch.Generator().manual_seed(seed))
@@ -543,12 +511,17 @@ def test_a_constant_added_to_all_outcomes_changes_nothing(name):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_coefficient_zero_is_outcome(scale):
+def test_coefficient_zero_is_outcome_and_gigpo_with_a_state_per_turn_is_turn_return(scale):
     for seed in range(5):
         rewards = random_table(seed)
         assert torch.equal(
             turn_advantages(rewards, "mt_grpo", 6, 0.0, scale), turn_advantages(rewards, "outcome", 6, 1.0, scale)
         )
+    for seed in range(5):
+        rewards = random_table(seed)
+        by_turn = replace(rewards, state=torch.arange(4).expand(30, 4).where(rewards.sampled, -1))
+        actual, expected = (turn_advantages(by_turn, name, 6, 0.7, scale, 0.9) for name in ("gigpo", "turn_return"))
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -638,15 +611,9 @@ def test_numbers_that_move_by_hand():
     assert moving_numbers(rewards, "merged", 2, 1.0)["turn"].tolist()[0] == [True, True]
     assert moving_numbers(rewards, "turn_return", 2, 1.0, 1.0)["turn"].tolist()[0] == [True, True]
     assert moving_numbers(rewards, "turn_return", 2, 1.0, 0.0)["turn"].tolist()[0] == [True, True]
-
-
-def test_numbers_that_move_draw_no_random_number_of_the_run():
     state = torch.get_rng_state()
     moving_numbers(random_table(1), "gigpo", 6, 1.0)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_all_numbers_move_an_advantage_of_an_estimator_without_gradients():
     rewards = table([1, 0], [[1, 0], [1]], turn=[[0.2, 5], [0.4]])
     masks = numbers_that_move(rewards, lambda t: (t.outcome.numpy() - 0.5)[:, None] * t.sampled)
     assert masks["outcome"].all() and masks["turn"].tolist() == [[True, True], [True, False]]

@@ -138,14 +138,6 @@ def test_which_rollouts_failed():
         assert Rollout([], [], stop_reason=reason).failed == (reason in {*failed, StopReason.CONTEXT_LENGTH})
 
 
-def test_only_place_changes_an_index():
-    rollout = Rollout([], [], index=3)
-    rollout.place(5)
-    assert rollout.index == 5
-    with pytest.raises(AttributeError, match="changed from 5 to 7"):
-        rollout.index = 7
-
-
 def test_the_history_is_what_the_model_reads_next():
     """Since the last edit; an assistant's message goes on where a turn says so, at the end of a prompt it does not."""
 
@@ -268,14 +260,12 @@ def test_system_prompt_and_the_lists_of_generate():
 
 
 def test_the_backends_tokenizer_is_used_where_the_environment_has_none():
+    """And unknown logprobs stay unknown."""
     env = make_env(tokenizer=None)
     out = env.generate(["2+3?"], Scripted([[ANSWER]], tokenizer=CHATML_TOKENIZER))
     assert out["ids"] == [ids(ANSWER)]
     with pytest.raises(ValueError, match="No tokenizer"):
         env.generate(["2+3?"], Scripted([[ANSWER]]))
-
-
-def test_unknown_logprobs_stay_unknown():
     env, backend = make_env(), Scripted([[ADD, ANSWER]], logprobs=False)
     out = env.generate(["2+3?"], backend)
     verify(env, out["rollouts"], backend)

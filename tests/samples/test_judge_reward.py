@@ -217,7 +217,7 @@ def test_the_request(judge, server):
     assert server.bodies[1]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_identical_requests_are_asked_once(judge, server):
+def test_identical_requests_are_asked_once_and_count_as_one_reply(judge, server):
     same, other = [call("Rollo", "a Viking"), call("Viking")], [call("Rollo", "a duke"), call("Viking")]
     values = grade_turns(judge, [same, same, other, same], [question()] * 3 + [question("And Olaf?")])
     assert values == [[0.7, 0.7]] * 4
@@ -225,6 +225,10 @@ def test_identical_requests_are_asked_once(judge, server):
     assert len(server.prompts) == len(set(server.prompts)) == 5
     grade_turns(judge, [same])
     assert len(server.prompts) == 7  # another batch asks again
+    server.reply = lambda prompt: "fine" if ">unclear<" in prompt else "7"
+    # 1 of 2 replies is unreadable, though 3 of 4 turns get no score.
+    values = grade_turns(judge, [[call("clear")], [call("unclear")], [call("unclear")], [call("unclear")]])
+    assert values == [[0.7], [None], [None], [None]]
 
 
 @pytest.mark.parametrize("limit", [1, 3, None])
@@ -373,13 +377,6 @@ def test_more_than_half_unreadable_raises_with_an_example(judge, server):
         grade_calls(judge, 3)
     for part in ("2 of 3 replies", "judge-model", server.url, "'As a language model I'", "EXTRA_BODY", "JUDGE_MODEL"):
         assert part in str(error.value)
-
-
-def test_equal_requests_count_as_one_reply(judge, server):
-    server.reply = lambda prompt: "fine" if ">unclear<" in prompt else "7"
-    # 1 of 2 replies is unreadable, though 3 of 4 turns get no score.
-    values = grade_turns(judge, [[call("clear")], [call("unclear")], [call("unclear")], [call("unclear")]])
-    assert values == [[0.7], [None], [None], [None]]
 
 
 @pytest.mark.parametrize("failure", [status(429), status(500), "drop the connection", "slow"])
