@@ -85,6 +85,19 @@ def test_a_crop_is_the_pixels_enlarged(corner, first, monkeypatch):
     assert [enlarged.getpixel((x, y)) for y in (1, 2) for x in (1, 2)] == [last, last, last, (1, 2, 3)]
 
 
+def test_shuffled_crops_are_of_another_corner(monkeypatch):
+    row = rows_of("train")[0]
+    environment = environment_of(row["image"])
+    right = {corner: environment.zoom(corner).tobytes() for corner in CORNERS}
+    monkeypatch.setenv("ZOOM_SHUFFLED", "1")
+    shuffled = {corner: environment.zoom(corner).tobytes() for corner in CORNERS}
+    assert all(shuffled[corner] != right[corner] and shuffled[corner] in right.values() for corner in CORNERS)
+    assert {corner: environment_of(row["image"]).zoom(corner).tobytes() for corner in CORNERS} == shuffled
+    chosen = {tuple(environment_of(r["image"]).zoom(c) == environment_of(r["image"]).zoom("top left") for c in CORNERS)
+              for r in rows_of("train")[:40]}  # fmt: skip
+    assert len(chosen) > 2  # not the same corner for all pictures
+
+
 def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
     """And a good call gives a picture as the model's processor reads it: four tokens."""
     _, cls = load_environment(None, "tools/zoom.py", mt.MultiTurnToolEnv)
