@@ -58,6 +58,11 @@ groups=(
     "tests/training tests/run tests/golden"
     "tests/scripts tests/docs"
 )
+warm=$(mktemp -d) # one process has the libraries for what all groups start (tests/warm_python.py)
+export WARM_PYTHON=$warm/python
+mkfifo "$warm/alive"
+"$python" tests/warm_python.py "$warm" <"$warm/alive" >/dev/null 2>&1 & # it ends when this script closes the pipe
+exec 9>"$warm/alive"
 logs=() running=() earlier=()
 for group in "${groups[@]}"; do
     logs+=("$(mktemp)")

@@ -83,10 +83,7 @@ class Request:
     logprobs: list[float] | None = None
 
 
-OF_ENVIRONMENTS = {
-    StopReason.ENVIRONMENT_STOP,
-    StopReason.ENVIRONMENT_ERROR,
-}  # test_environments.py
+OF_ENVIRONMENTS = {StopReason.ENVIRONMENT_STOP, StopReason.ENVIRONMENT_ERROR}  # test_environments.py
 OF_AGENTS = {
     StopReason.AGENT_DONE,
     StopReason.AGENT_ERROR,

@@ -208,10 +208,6 @@ def test_a_size_only_goes_down(size):
     assert number >= 0.99 * ceiling - 5, f"{size}: {number:,}. Lower the number in CEILINGS, so that it stays so."
 
 
-def test_each_size_has_a_ceiling():
-    assert set(sizes()) == set(CEILINGS)
-
-
 @pytest.mark.parametrize("row", BEFORE)
 def test_code_is_not_made_denser(row):
     (lines, tokens), (lines_before, tokens_before) = lines_and_tokens(row), BEFORE[row]
@@ -220,22 +216,6 @@ def test_code_is_not_made_denser(row):
 
 def test_the_line_length_stays():
     assert tomllib.loads(tracked()["pyproject.toml"])["tool"]["ruff"]["line-length"] <= 119
-
-
-def test_what_counts_as_core():
-    loaded = core()
-    assert {SCRIPT, "mt_grpo/__init__.py", "mt_grpo/rollout.py", "mt_grpo/run/trainer.py"} <= set(loaded)
-    assert not LOADED_BY_NAME.search("mt_grpo.run.trainer") and LOADED_BY_NAME.search("mt_grpo.generation.sglang")
-
-
-def test_what_counts_as_a_code_token():
-    tree.cache_clear()
-    text = '"""A\nB."""\n\n\ndef f(x):  # c\n    """D."""\n    return "s" + x\n'
-    tracked()["example.py"] = text
-    try:
-        assert num_tokens({"example.py": text}) == len("def f ( x ) : return 's' + x".split()) + 1  # the end
-    finally:
-        del tracked()["example.py"]
 
 
 if __name__ == "__main__":

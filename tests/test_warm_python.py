@@ -3,9 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import warm_python
@@ -23,18 +20,15 @@ def run(*arguments, **options):
     ("import sys; sys.exit(7)", (7, "", "")),
     ("import sys; sys.exit('why')", (1, "", "why\n")),
     ("import os; os.kill(os.getpid(), 9)", (-9, "", "")),
+    ("1 / 0", (1, "", None)),
     ("import atexit; atexit.register(print, 'last'); print('first')", (0, "first\nlast\n", "")),
     ("import sys; print(*sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'trl', 'mt_grpo'}))",
      (0, "torch trl\n", "")),
 ])  # fmt: skip
 def test_what_a_program_says_and_ends_with(code, expected):
     done = run("-u", "-c", code)
-    assert (done.returncode, done.stdout, done.stderr) == expected
-
-
-def test_an_error_is_shown():
-    done = run("-c", "1 / 0")
-    assert done.returncode == 1 and done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert (done.returncode, done.stdout) == expected[:2]
+    assert done.stderr == expected[2] or expected[2] is None and "ZeroDivisionError: division by zero\n" in done.stderr
 
 
 def test_a_script_has_its_own_folder_arguments_and_environment(tmp_path):
@@ -95,15 +89,3 @@ def test_signals_reach_the_program(signum, code, ignored):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-@pytest.mark.slow
-def test_it_ends_with_the_tests():
-    """Nothing of it is left: neither the process nor its folder."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import warm_python; print(warm_python.executable())"
-    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
-    client = Path(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip())
-    deadline = time.monotonic() + 20
-    while client.parent.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert client.name == "python" and not client.parent.exists()

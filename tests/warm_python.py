@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
 from pathlib import Path
@@ -77,20 +78,24 @@ sys.exit(code)
 
 @functools.cache
 def executable() -> str:
-    """The path of the command. The process behind it starts with the first call, and ends with this one."""
+    """The path of the command. The process behind it starts with the first call, and ends with this one.
+
+    `WARM_PYTHON` is the path of one that scripts/test.sh starts for all its groups of files.
+    """
+    if shared := os.environ.get("WARM_PYTHON"):
+        while not os.path.exists(shared):
+            time.sleep(0.1)
+        return shared
     folder = Path(tempfile.mkdtemp(prefix="mt-grpo-python-"))
-    path, client = folder / "socket", folder / "python"
-    client.write_text(CLIENT.format(python=sys.executable, path=str(path)))
-    client.chmod(0o700)
     reading, writing = os.pipe()
-    command = [sys.executable, __file__, str(path), str(client)]
+    command = [sys.executable, __file__, str(folder)]
     server = subprocess.Popen(command, stdin=reading, stdout=subprocess.PIPE, cwd="/", start_new_session=True)
     os.close(reading)
     said = server.stdout.readline()
     if said != b"ready\n":
-        raise RuntimeError(f"The process behind {client} said {said!r} and ended with code {server.wait(10)}.")
+        raise RuntimeError(f"The process behind {folder} said {said!r} and ended with code {server.wait(10)}.")
     executable.keep = server, writing  # the server ends when this pipe closes
-    return str(client)
+    return str(folder / "python")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,19 +103,23 @@ def executable() -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def serve(path: str, client: str) -> None:
-    """Fork for each command until standard input closes."""
+def serve(folder: str) -> None:
+    """Fork for each command of `folder` until standard input closes."""
     for library in LIBRARIES:
         importlib.import_module(library)
     gc.freeze()  # a collection in a fork would copy all pages
+    path, client = f"{folder}/socket", f"{folder}/python"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
+    Path(f"{client}.new").write_text(CLIENT.format(python=sys.executable, path=path))
+    Path(f"{client}.new").chmod(0o700)
+    os.rename(f"{client}.new", client)  # who waits for it finds it whole
     print("ready", flush=True)
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in readable:
-            shutil.rmtree(Path(path).parent)
+            shutil.rmtree(folder)
             return
         connection, _ = listener.accept()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for supervisors

@@ -27,8 +27,7 @@ def one_record(agent, *turns, num_turns):
 
 
 @pytest.mark.program("langgraph", "langchain-openai")
-@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("responses, streaming", [(False, True), (True, False)], ids=["chat", "responses"])
 def test_langgraph(responses, streaming):
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -52,8 +51,7 @@ def test_langgraph(responses, streaming):
 
 
 @pytest.mark.program("openai-agents")
-@pytest.mark.parametrize("kind", ["chat", "responses"])
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("kind, streaming", [("chat", False), ("responses", True)])
 def test_openai_agents(kind, streaming):
     from agents import (
         Agent,

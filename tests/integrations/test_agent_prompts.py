@@ -117,6 +117,3 @@ def test_the_ids_are_those_of_vllm(endpoint, kind):
         expected = theirs.ids(endpoint, REQUESTS[endpoint][name])
         assert tokenizer.decode(ids) == tokenizer.decode(expected), name
         assert ids == expected, name
-
-
-# -- sets the reasoning effort, which the recipe says --

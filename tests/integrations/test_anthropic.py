@@ -67,9 +67,6 @@ async def post(client, body, path="v1/messages", **headers):
 BODY = {"model": "policy", "max_tokens": 50, "messages": [user("a")]}
 
 
-# -- token for token --
-
-
 @pytest.mark.contract("Anthropic API", "token for token", "agent by function")
 @pytest.mark.program("anthropic")
 def test_a_loop_of_two_calls_token_for_token():
@@ -188,12 +185,11 @@ def test_all_endpoints_are_one_conversation():
     assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1, 2]], rollout.error
 
 
-# -- streams --
-
-
 @pytest.mark.contract("streaming")
-@pytest.mark.parametrize("seconds", [0.0, 0.3])
-@pytest.mark.parametrize("turn", [f"{THINKS}Now.\n{CALL}\n{CALL}", "It is 2.", CALL, "", "1 2 3 4 5 6", "1 END"])
+@pytest.mark.parametrize("turn, seconds", [
+    (f"{THINKS}Now.\n{CALL}\n{CALL}", 0.3), (f"{THINKS}Now.\n{CALL}\n{CALL}", 0.0), ("It is 2.", 0.0), (CALL, 0.0),
+    ("", 0.0), ("1 2 3 4 5 6", 0.0), ("1 END", 0.3),
+])  # fmt: skip
 def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.1)
     options = {"tools": [TOOL], "stop_sequences": ["END"], "max_tokens": 5 if turn.startswith("1 2") else 200}
@@ -216,9 +212,6 @@ def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
     assert json.loads(streamed) == json.loads(whole)
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(found[0].content)
-
-
-# -- what the model reads --
 
 
 def qwen3():
@@ -303,9 +296,6 @@ def test_tokens_are_counted_and_nothing_is_spent():
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == 1.0
 
 
-# -- images --
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return vision_model.save(tmp_path_factory.mktemp("vision"), template=vision_model.HERMES_TEMPLATE)
@@ -353,24 +343,14 @@ def test_images_of_questions_and_of_results(folder, sees):
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == len(llm.asked[0][0])
 
 
-# -- errors --
-
-
 BAD = [  # a change of a request, the status, and the message
     ({"model": "claude-x"}, 404, "The model 'claude-x' does not exist"),
-    ({"max_tokens": True}, 400, "max_tokens: got True"),
-    ({"messages": []}, 400, "messages: got none"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, 400, "messages[0].role: got 'tool'"),
     ({"messages": [user("a"), assistant("b")]}, 400, "the last one is the assistant's"),
     ({"system": [image(1)]}, 400, "system: a part has type 'image'"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "tools[0]: got type 'bash_20250124'"),
-    ({"tools": [{"name": "x", "input_schema": {"type": 5}}]}, 400, "got 5 at type"),
     ({"tools": [{"name": "<|im_end|>", "input_schema": {}}]}, 400, "tools: "),
     ({"mcp_servers": [{"url": "http://x"}]}, 400, "mcp_servers: not supported"),
     ({"messages": [user("1 " * 1100)]}, 400, "maximum context length is 1024 tokens. The messages have at least "),
-    ({"messages": [user(text(None))]}, 400, "messages[0].content[0].text: got None"),
-    ({"messages": [user(result("a", is_error="yes"))]}, 400, "messages[0].content[0].is_error: got 'yes'"),
-    ({"messages": [assistant({**call(), "input": "{}"}), user("b")]}, 400, "messages[0].content[0].input: got '{}'"),
 ]
 HARMLESS = {
     "temperature": 0.1, "top_k": 3, "metadata": {"user_id": "me"}, "output_config": {"effort": "low"},
@@ -432,9 +412,6 @@ def test_the_end_of_a_rollout_inside_a_stream_is_told(monkeypatch):
         )
 
 
-# -- records, credit and retries --
-
-
 def test_equal_texts_are_told_apart_by_their_thinking():
     """By its signature; where a program makes one of its own, by what was thought; an answer without any, by that."""
     turns = ["<think>A</think>Now.", "<think>B</think>Now.", "Now."]
@@ -474,12 +451,6 @@ def test_a_result_that_is_an_error_counts_as_one():
     assert rollout.error is None, rollout.error
     assert [turn.error for turn in rollout.turns] == ["tool", None, None]
     assert rollout.turns[0].observation_ids == rollout.turns[1].observation_ids
-
-
-# -- programs --
-
-
-# -- what a policy could write to escape its loss --
 
 
 ESCAPES = {  # an argument, and what the agent gets of the turn

@@ -76,13 +76,6 @@ def test_what_the_machine_did_ends_the_rollout_untrained(stub, tmp_path, plan, w
     assert rollout.stop_reason == StopReason.AGENT_ERROR and rollout.failed and words in str(rollout.error)
 
 
-def test_without_harbor_the_error_names_its_python(monkeypatch, tmp_path):
-    monkeypatch.setenv("HARBOR_PYTHON", sys.executable)
-    rollout = play(tmp_path)
-    assert rollout.failed and "No module named 'harbor'" in str(rollout.error)
-    assert f"HARBOR_PYTHON={sys.executable}" in str(rollout.error)
-
-
 def test_a_trial_that_is_given_up_is_cancelled(stub, tmp_path):
     """So that its container is removed. The end of the worker's input says so, also if the trainer was killed."""
     task = planned(tmp_path, trial={"hang": True})

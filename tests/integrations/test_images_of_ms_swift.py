@@ -1,6 +1,5 @@
 """Images of ms-swift's schedulers: tags, the list of a request, and the ids that the policy reads, by hand."""
 
-import asyncio
 import base64
 import copy
 import gc
@@ -16,7 +15,6 @@ from vision_model import as_bytes, expected_ids
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.images.pictures import KNOWN, pictures_in, with_pictures
-from mt_grpo.images.processor import PictureReader
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import tagged
@@ -65,9 +63,6 @@ def zooms(request):
 IMAGE, OTHER = vision_model.picture(1), vision_model.picture(2, (84, 56))
 ROW = {"prompt": [user("Which <image>?")], "images": [{"bytes": as_bytes(IMAGE), "path": None}]}
 BEGIN = f"<|im_start|>user\nWhich {PLACE}?<|im_end|>\n"
-
-
-# -- ids --
 
 
 def test_an_image_that_a_scheduler_adds_goes_on_in_the_record(folder, tokenizer):
@@ -155,15 +150,9 @@ def test_the_places_of_a_rows_images():
             tagged(prompt, {"images": list(images)}, "row 0")
 
 
-def test_a_rows_text_beside_an_image_keeps_its_tags(folder, tokenizer):
-    """It is the operator's, who may show tags of formats. What a scheduler says is broken."""
-    row = {**ROW, "prompt": [user("End <image> by </result>.")]}
-    _, llm = run(lambda request: request.messages.append(user("End </result>.")), tokenizer, "four", row=row)
-    text = f"<|im_start|>user\nEnd {PLACE} by </result>.<|im_end|>\n{FOUR}End < /result>.<|im_end|>\n{ASKS}"
-    assert llm.asked[1][0] == expected_ids(folder, text, [tokenizer.pictures.read(IMAGE, "")])
+def test_what_a_scheduler_writes_is_no_picture(tokenizer):
+    """A scheduler that quotes it has one tag too many: the quoted one is text, and the turn is trained."""
 
-
-def test_a_placeholder_that_a_scheduler_writes_is_no_picture(tokenizer):
     def step(request):
         request.messages[-1]["content"] += " <|image_pad|>"
         request.messages.append(user("<|video_pad|>"))
@@ -172,10 +161,6 @@ def test_a_placeholder_that_a_scheduler_writes_is_no_picture(tokenizer):
     rollout, llm = run(step, tokenizer, "four", row=row)
     assert not any(set(asked) & set(tokenizer.pictures.unsampled) for asked, _ in llm.asked)
     assert len(rollout.turns) == 2
-
-
-def test_a_policy_that_writes_a_tag_cannot_end_its_rollout(tokenizer):
-    """A scheduler that quotes it has one tag too many: the quoted one is text, and the turn is trained."""
 
     def quotes(request):
         request.messages.append(user(f"You said {request.messages[-1]['content']}. Look again."))
@@ -197,21 +182,6 @@ def test_no_picture_outlives_its_rollouts(tokenizer):
     gc.collect()
     assert not set(numbers) & set(KNOWN)
 
-
-def test_images_are_read_in_a_thread_and_a_text_once(tokenizer, monkeypatch):
-    on_loop, read = [], PictureReader.read
-
-    def noted(self, value, where, paths=False):
-        on_loop.append((where, asyncio._get_running_loop() is not None))
-        return read(self, value, where, paths)
-
-    monkeypatch.setattr(PictureReader, "read", noted)
-    run(zooms, tokenizer, "four")
-    read_by_requests = [each for each in on_loop if each[0].startswith("The request")]
-    assert read_by_requests == [("The request's image 0", False), ("The request's image 1", False)]
-
-
-# -- what fails --
 
 BAD = {
     "more images": (lambda r: r.images.append(OTHER), "has 2 images, and its messages have 1 tags <image>. "),
@@ -250,13 +220,18 @@ def test_rows_are_checked_at_the_start(folder, tokenizer, tmp_path):
         check_images(Rows(good), "data", env)
 
 
-def test_a_model_that_reads_text_alone(folder):
-    """A tag is text there. An image is refused."""
+def test_a_model_that_reads_text_alone(folder, tokenizer):
+    """A tag is text there, and an image is refused. A row's text beside an image keeps its tags: it is the operator's,
+    who may show tags of formats. What a scheduler says is broken."""
     plain = with_pictures(AutoTokenizer.from_pretrained(folder), "it is a test")
     with pytest.raises(SchedulerFailure, match="The request has images"):
         run(lambda request: request.images.append(OTHER), plain, "four", row={"prompt": [user("Which?")]})
     rollout, _ = run(MultiTurnScheduler, plain, "four", row={"prompt": [user("A tag <image>?")]}, max_turns=1)
     assert "A tag <image>?" in plain.decode(rollout.prompt_ids)
+    row = {**ROW, "prompt": [user("End <image> by </result>.")]}
+    _, llm = run(lambda request: request.messages.append(user("End </result>.")), tokenizer, "four", row=row)
+    text = f"<|im_start|>user\nEnd {PLACE} by </result>.<|im_end|>\n{FOUR}End < /result>.<|im_end|>\n{ASKS}"
+    assert llm.asked[1][0] == expected_ids(folder, text, [tokenizer.pictures.read(IMAGE, "")])
 
 
 def test_prompts_with_other_images_have_other_ids():

@@ -11,7 +11,6 @@ import zipfile
 from types import SimpleNamespace
 
 import pytest
-from scripted import longest_text
 from scripted_schedulers import (
     END,
     NEXT,
@@ -81,9 +80,6 @@ def trained_ids(rollout):
     return [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
 
 
-# -- ids by hand --
-
-
 @pytest.mark.contract("scheduler step")
 def test_a_new_turn_token_for_token():
     rollout, _ = run(Asks, FIRST, SECOND, max_turns=2)
@@ -99,18 +95,6 @@ def test_a_new_turn_token_for_token():
     assert len(trained_records(rollout)) == 1
 
 
-@pytest.mark.parametrize("step", [waits, waits_by_ids])
-def test_a_continuation_token_for_token(step):
-    """The text that the scheduler put behind is read, and not trained; with its ids and without."""
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    first, behind, second = ids(FIRST), ids(" Wait:"), ids(SECOND) + END
-    assert rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
-    assert rollout.messages == [answer("It is 2. Wait:It is 3.")]
-    (output,) = rollout.environment.outputs
-    assert output["messages"][-1] == answer("It is 2. Wait:It is 3.")
-
-
 def says_more(self, request, choice, turn):
     return {**waits(self, request, choice, turn), "response_token_ids": choice.token_ids + ids(" Wait: so")}
 
@@ -119,14 +103,90 @@ def says_less(self, request, choice, turn):
     return {**waits(self, request, choice, turn), "response_token_ids": choice.token_ids}
 
 
-@pytest.mark.contract("response_token_ids")
-@pytest.mark.parametrize("step, read", [(says_more, " Wait: so"), (says_less, " Wait:")])
-def test_ids_are_read_as_a_scheduler_gives_them(step, read):
-    """Also if its text says less. Text that the ids do not hold is read, too. What was not sampled is not trained."""
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    first, behind, second = ids(FIRST), ids(read), ids(SECOND) + END
-    assert rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
+def a_dummy(self, request, choice, turn):
+    waits(self, request, choice, turn)
+    request.messages.append({"role": "assistant", "content": None})
+    return request
+
+
+def tags(self, request, choice, turn):
+    request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
+    return request
+
+
+def strips(self, request, choice, turn):
+    request.messages[-1]["content"] = request.messages[-1]["content"].strip()
+    return Asks.step(self, request, choice, turn)
+
+
+def old_request(self, infer_request, result, current_turn):  # 3.6
+    infer_request.messages.append(user("And 1?"))
+    return infer_request
+
+
+def old_pair(self, infer_request, result, current_turn):  # 3.7
+    return old_request(self, infer_request, result, current_turn), {"asked": 1}
+
+
+def new_dict(self, infer_request, response_choice, current_turn):  # 3.8
+    return {"infer_request": old_request(self, infer_request, response_choice, current_turn)}
+
+
+def new_dict_with_ids(self, infer_request, response_choice, current_turn):  # 4.6
+    choice = response_choice
+    given = {"response_token_ids": choice.token_ids, "response_loss_mask": [1] * len(choice.token_ids)}
+    logprobs = self._extract_logprobs_from_choice(choice)
+    assert logprobs == [-k / 64 for k in range(len(choice.token_ids))]
+    return {**new_dict(self, infer_request, choice, current_turn), **given, "rollout_logprobs": logprobs}
+
+
+def only(*keys):
+    def step(self, request, choice, turn):
+        given = new_dict_with_ids(self, request, choice, turn)
+        return {key: given[key] for key in ("infer_request", *keys)}
+
+    return step
+
+
+CUT, WAIT, LAST = (1, FIRST), (0, " Wait:"), (1, SECOND + "<|im_end|>")
+WHOLE, AND = (1, FIRST + "<|im_end|>"), (0, NEXT.format("And 1?"))
+STEPS = {  # a scheduler's step -> (it, what the policy says, each part of the completion and whether it is trained)
+    "a text that goes on": (waits, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    "its ids and a mask": (waits_by_ids, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    # Ids are read as a scheduler gives them, also if its text says less. Text that they do not hold is read, too.
+    "ids of more": (says_more, [truncated(FIRST), SECOND], [CUT, (0, " Wait: so"), LAST]),
+    "ids of less": (says_less, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    "all segments are trained": (waits, [truncated("1"), truncated("2"), "3"], [
+        (1, "1"), WAIT, (1, "2"), WAIT, (1, "3<|im_end|>")]),
+    "a dummy means that the last message goes on": (a_dummy, [truncated(FIRST), SECOND], [CUT, WAIT, LAST]),
+    "tags stay and ends of turn do not": (tags, [truncated(FIRST), SECOND], [
+        CUT, (0, "<tool_response>42</tool_response>< |im_end|>"), LAST]),
+    "without its white space an answer keeps its end": (strips, [FIRST + "\n", SECOND], [
+        (1, FIRST + "\n<|im_end|>"), AND, LAST]),
+    **{step.__name__: (step, [FIRST, SECOND], [WHOLE, AND, LAST])
+       for step in (old_request, old_pair, new_dict, new_dict_with_ids)},
+    # A mask of the scheduler goes before `last_round`; ids without one do not.
+    **{f"last_round {keys}": (only(*keys), [FIRST, SECOND], [(trained, FIRST + "<|im_end|>"), AND, LAST], "last_round")
+       for keys, trained in (((), 0), (("response_token_ids",), 0), (tuple(MASKS), 1))},
+}  # fmt: skip
+
+
+@pytest.mark.contract("response_token_ids", "step returns dict", "step returns a pair", "response_choice or result")
+@pytest.mark.contract("loss_scale")
+@pytest.mark.parametrize("name", STEPS)
+def test_what_a_step_has_read_and_trained(name):
+    """Text that the scheduler put behind is read, and not trained."""
+    step, turns, parts, *loss_scale = STEPS[name]
+    settings = {"loss_scale": loss_scale[0]} if loss_scale else {}
+    rollout, _ = run(step_by(step), *turns, max_turns=len(turns), **settings)
+    assert rollout.completion_ids == [token for _, text in parts for token in ids(text)]
+    assert rollout.loss_mask == [trained for trained, text in parts for _ in ids(text)]
+    assert loss_scale or rollout.logprobs.count(0.0) == rollout.loss_mask.count(0) + len(turns)
+    (output,) = rollout.environment.outputs
+    if parts == [CUT, WAIT, LAST]:
+        assert rollout.messages == output["messages"][1:] == [answer(f"{FIRST} Wait:{SECOND}")]
+    if parts == [WHOLE, AND, LAST]:
+        assert output["response_token_ids"] == [ids(WHOLE[1]), ids(LAST[1])]
 
 
 def waits_and_asks(self, request, choice, turn):
@@ -176,15 +236,6 @@ def test_ids_may_begin_with_what_the_scheduler_began(masked):
     assert trained_ids(rollout) == first + second + first
 
 
-def test_an_answer_without_its_white_space_keeps_its_end():
-    def step(self, request, choice, turn):
-        request.messages[-1]["content"] = request.messages[-1]["content"].strip()
-        return Asks.step(self, request, choice, turn)
-
-    rollout, _ = run(step_by(step), FIRST + "\n", SECOND, max_turns=2)
-    assert rollout.completion_ids == ids(FIRST + "\n") + END + ASKED + ids(SECOND) + END
-
-
 @pytest.mark.parametrize("said", ["Right.", FIRST])
 def test_an_edited_history_begins_a_record(said):
     """Also if the last response stands in it as it was."""
@@ -218,12 +269,6 @@ def test_a_mask_chooses_among_what_was_sampled():
     assert len(rollout.logprobs) == len(rollout.completion_ids)
 
 
-def test_all_segments_of_a_message_are_trained():
-    rollout, _ = run(step_by(waits), truncated("1"), truncated("2"), "3", max_turns=3)
-    assert trained_ids(rollout) == ids("1") + ids("2") + ids("3") + END
-    assert TOKENIZER.decode(rollout.completion_ids[:-1]) == "1 Wait:2 Wait:3"
-
-
 @pytest.mark.contract("math_tip_trick", "check_finished")
 def test_a_cut_answer_token_for_token():
     """`math_tip_trick`: what stands from the answer on is neither read nor trained."""
@@ -239,9 +284,6 @@ def test_a_cut_answer_token_for_token():
     assert rollout.environment.outputs[0]["rollout_infos"]["num_turns"] == 2
     right, _ = run(MathTipsScheduler, "<answer>3</answer>", row=solution, max_turns=3)
     assert len(right.turns) == 1 and right.stop_reason == StopReason.ENVIRONMENT_STOP
-
-
-def test_an_answer_that_is_taken_back_is_not_trained():
     said = "<answer>2</answer>", "<answer>3</answer>"
     rollout, _ = run(MathTipsScheduler, *said, row={"solution": "3"}, max_turns=3)
     (record,) = trained_records(rollout)
@@ -287,34 +329,6 @@ def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
     assert [o["rollout_infos"]["num_turns"] for o in rollout.environment.outputs] == [1, 2]
 
 
-def test_a_schedulers_tags_stay_and_its_ends_of_turn_do_not():
-    def step(self, request, choice, turn):
-        request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
-        return request
-
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    added = ids("<tool_response>42</tool_response>< |im_end|>")
-    assert rollout.completion_ids == ids(FIRST) + added + ids(SECOND) + END
-
-
-# -- loss_scale --
-
-
-@pytest.mark.contract("loss_scale")
-@pytest.mark.parametrize("keys, trained", [([], 0), (["response_token_ids"], 0), (MASKS, 1)])
-def test_last_round_trains_the_last_message_alone(keys, trained):
-    """A mask of the scheduler goes before it; ids without one do not."""
-
-    def step(self, request, choice, turn):
-        given = new_dict_with_ids(self, request, choice, turn)
-        return {key: given[key] for key in ("infer_request", *keys)}
-
-    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2, loss_scale="last_round")
-    first, second = ids(FIRST) + END, ids(SECOND) + END
-    assert rollout.completion_ids == first + ASKED + second
-    assert rollout.loss_mask == [trained] * len(first) + [0] * len(ASKED) + [1] * len(second)
-
-
 @pytest.mark.parametrize("thinking", ["<think>\n\n</think>\n\n", "</think>\n\n"])  # the prompt may have opened it
 def test_a_loss_scale_masks_an_empty_thinking(thinking):
     rollout, _ = run(RolloutScheduler, f"{thinking}It is 2.", loss_scale="last_round+ignore_empty_think")
@@ -352,52 +366,6 @@ def test_a_loss_scale_leaves_choices_of_ids():
         assert rollout.loss_mask == [1] * 2 + [0] * (len(rollout.completion_ids) - 2)
 
 
-# -- what schedulers may write --
-
-
-def old_request(self, infer_request, result, current_turn):  # 3.6
-    infer_request.messages.append(user("And 1?"))
-    return infer_request
-
-
-def old_pair(self, infer_request, result, current_turn):  # 3.7
-    return old_request(self, infer_request, result, current_turn), {"asked": 1}
-
-
-def new_dict(self, infer_request, response_choice, current_turn):  # 3.8
-    return {"infer_request": old_request(self, infer_request, response_choice, current_turn)}
-
-
-def new_dict_with_ids(self, infer_request, response_choice, current_turn):  # 4.6
-    choice = response_choice
-    given = {"response_token_ids": choice.token_ids, "response_loss_mask": [1] * len(choice.token_ids)}
-    logprobs = self._extract_logprobs_from_choice(choice)
-    assert logprobs == [-k / 64 for k in range(len(choice.token_ids))]
-    return {**new_dict(self, infer_request, choice, current_turn), **given, "rollout_logprobs": logprobs}
-
-
-@pytest.mark.contract("step returns dict", "step returns a pair", "response_choice or result")
-@pytest.mark.parametrize("step", [old_request, old_pair, new_dict, new_dict_with_ids])
-def test_every_form_of_step(step):
-    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
-    first, second = ids(FIRST) + END, ids(SECOND) + END
-    assert rollout.completion_ids == first + ASKED + second
-    assert rollout.logprobs.count(0.0) == len(ASKED) + 2
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(ASKED) + [1] * len(second)
-    assert rollout.environment.outputs[0]["response_token_ids"] == [first, second]
-
-
-def test_a_dummy_message_means_that_the_last_one_goes_on():
-    def step(self, request, choice, turn):
-        waits(self, request, choice, turn)
-        request.messages.append({"role": "assistant", "content": None})
-        return request
-
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
-    assert rollout.completion_ids == ids(FIRST) + ids(" Wait:") + ids(SECOND) + END
-    assert rollout.environment.outputs[0]["messages"][-1] == answer("It is 2. Wait:It is 3.")
-
-
 @pytest.mark.contract("check_finished", "max_turns")
 def test_the_order_of_the_methods():
     """`check_finished` is always asked, and `max_turns` ends what it lets go on."""
@@ -420,7 +388,9 @@ def test_the_order_of_the_methods():
     assert rollout.environment.infos == {"asked": 1, "ended": 2, "num_turns": 2}
 
 
-def test_both_constructors():
+def test_constructors_and_tools():
+    """Both forms of constructors; other tools begin a record."""
+
     class Old(Asks):
         def __init__(self, max_turns=None, *args, **kwargs):
             super().__init__(max_turns, *args, **kwargs)
@@ -432,9 +402,6 @@ def test_both_constructors():
 
     for cls in (Old, Bare, Asks):
         assert len(run(cls, FIRST, max_turns=3)[0].turns) == 3
-
-
-def test_other_tools_begin_a_record():
     tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
 
     def step(self, request, choice, turn):
@@ -461,9 +428,6 @@ def test_a_response_that_a_judge_has_read_keeps_its_ids(gives_ids):
     size = len(ids(FIRST))
     assert rollout.turns[0].token_ids == ids(FIRST) and [t.trained for t in rollout.turns] == [True, False, True]
     assert rollout.turns[0].per_token(1, 0) == ([1] * 2 + [0] * (size - 2) if gives_ids else [1] * size)
-
-
-# -- a run of one's own --
 
 
 @pytest.mark.contract("scheduler run")
@@ -544,7 +508,8 @@ async def three_turns(self, ask, request, config):
 
 
 def test_last_round_leaves_thinking_out_of_a_run_of_ones_own():
-    """With `default` the history is read as it was sampled. The ids of turns before an edit are found."""
+    """With `default` the history is read as it was sampled. The ids of turns before an edit are found. Ids that leave
+    out an end of turn only mask it: the record stays what the model read."""
     said = "<think>much</think> It is 2."
     rollout, _ = run(own_run(three_turns), said, loss_scale="last_round")
     (record,) = trained_records(rollout)
@@ -553,10 +518,6 @@ def test_last_round_leaves_thinking_out_of_a_run_of_ones_own():
     (record,) = trained_records(run(own_run(three_turns), said)[0])
     behind = ids(NEXT.format("And?"))
     assert record.completion_ids == (ids(said) + END + behind) * 2 + ids(said) + END
-
-
-def test_ids_that_leave_out_an_end_of_turn_only_mask_it():
-    """The record stays what the model read."""
 
     async def leaves_out(self, ask, request, config):
         first = await ask(*request.messages)
@@ -587,7 +548,8 @@ def test_ids_of_a_message_that_goes_on(first):
 
 
 def test_a_branch_that_cuts_leaves_the_other_responses_whole():
-    """What it keeps is read as it is. The response before the cut one is trained with it."""
+    """What it keeps is read as it is. The response before the cut one is trained with it. Text behind one branch is
+    not read in another."""
 
     async def branches(self, ask, request, config):
         before = [*request.messages, answer(text_of(await ask(*request.messages))), user("And?")]
@@ -604,6 +566,16 @@ def test_a_branch_that_cuts_leaves_the_other_responses_whole():
     before = ids(PROMPT) + ids(FIRST) + END + ids(NEXT.format("And?"))
     assert rollout.records[-1].prompt_ids == before + ids("so it is Wait:")
     assert rollout.environment.outputs[0]["messages"][-1] == answer("so it is Wait:3")
+
+    async def branches(self, ask, request, config):
+        a = await ask(*request.messages)
+        b = await ask(*request.messages, answer(text_of(a) + " Wait:"))
+        c = await ask(*request.messages, answer(text_of(a)), user("And?"))
+        return [RolloutOutput(response=each) for each in (b, c)]
+
+    b, c = trained_records(run(own_run(branches), truncated(FIRST), "3", "4")[0])
+    assert b.prompt_ids == ids(PROMPT) and b.completion_ids == ids(FIRST) + ids(" Wait:") + ids("3") + END
+    assert c.prompt_ids == ids(PROMPT) + ids(FIRST) + ids("<|im_end|>" + NEXT.format("And?"))
 
 
 def test_a_prefill_is_read_and_not_trained():
@@ -625,19 +597,9 @@ def test_a_prefill_is_read_and_not_trained():
     assert rollout.environment.outputs[0]["messages"][-1] == answer("So:3")
 
 
-def test_text_behind_one_branch_is_not_read_in_another():
-    async def branches(self, ask, request, config):
-        a = await ask(*request.messages)
-        b = await ask(*request.messages, answer(text_of(a) + " Wait:"))
-        c = await ask(*request.messages, answer(text_of(a)), user("And?"))
-        return [RolloutOutput(response=each) for each in (b, c)]
+def test_the_base_classs_run_may_be_called_and_its_output_changed():
+    """A second run replaces the first; a mask that is changed behind it holds."""
 
-    b, c = trained_records(run(own_run(branches), truncated(FIRST), "3", "4")[0])
-    assert b.prompt_ids == ids(PROMPT) and b.completion_ids == ids(FIRST) + ids(" Wait:") + ids("3") + END
-    assert c.prompt_ids == ids(PROMPT) + ids(FIRST) + ids("<|im_end|>" + NEXT.format("And?"))
-
-
-def test_a_second_run_of_the_base_class_replaces_the_first():
     class Twice(Asks):
         async def run(self, infer_request, request_config, **kwargs):
             copies = [copy.deepcopy(infer_request) for _ in range(2)]
@@ -649,8 +611,6 @@ def test_a_second_run_of_the_base_class_replaces_the_first():
         assert [turn.trained for turn in rollout.turns] == [is_list, is_list, True, True]
         assert len(trained_records(rollout)) == 1 + is_list
 
-
-def test_a_mask_that_is_changed_behind_the_base_class_holds():
     class Changes(Asks):
         async def run(self, infer_request, request_config, **kwargs):
             output = await super().run(infer_request, request_config)
@@ -677,9 +637,6 @@ def test_a_row_is_a_request_without_its_solution():
         assert "<answer>4" not in TOKENIZER.decode(llm.asked[0][0]) and len(rollout.turns) == 1
     rollout, _ = run(own_run(looks), FIRST, row={"prompt": "What?"})
     assert rollout.prompt_ids == ids(PROMPT) and seen.pop() == [user("What?")]
-
-
-# -- budgets --
 
 
 @pytest.mark.contract("completion_length_limit_scope")
@@ -727,32 +684,10 @@ def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
         assert rollout.stop_reason == StopReason.MAX_TOKENS and [turn.trained for turn in rollout.turns] == [True]
         assert rollout.environment.outputs[-1]["messages"] == [user("What?"), answer(FIRST)]
         assert rollout.environment.infos == infos
-
-
-def test_an_empty_response_behind_the_end_shifts_nothing():
     rollout, _ = run(own_run(three_turns), "1", "2", max_model_calls=2)
     assert [turn.trained for turn in rollout.turns] == [True, True]
     (output,) = rollout.environment.outputs
     assert output["messages"][-1] == answer("2") and output["response_token_ids"] == [ids("1") + END, ids("2") + END]
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_text_far_beyond_the_context_is_not_tokenised_whole(monkeypatch, begun):
-    """It ends the conversation as one that is a little too long. 6144 characters are more than 1024 tokens here."""
-    longest = longest_text(monkeypatch, TOKENIZER)
-
-    def step(self, request, choice, turn):
-        if begun:
-            request.messages[-1]["content"] = ""
-        request.messages[-1]["content"] += "far " * 5_000_000
-        return {"infer_request": request}
-
-    rollout, llm = run(step_by(step), FIRST, max_turns=3, environment_timeout=120.0)
-    assert (rollout.stop_reason, len(rollout.turns), len(llm.asked)) == (StopReason.CONTEXT_LENGTH, 1, 1)
-    assert 0 < longest() <= 6200
-
-
-# -- what fails --
 
 
 def gives(**values):
@@ -806,21 +741,15 @@ NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, f
         (step_by(exits), "SystemExit: 3"),
         (step_by(lambda *_: "text"), "step returned 'text', expected"),
         (gives(response_loss_mask=[1]), "without response_token_ids"),
-        (gives(response_token_ids=[[1]]), r"response_token_ids has \[1\]"),
         (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} after"),
         (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
-        (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
         (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
         (changing(lambda r: setattr(r, "tools", [BAD_TOOL])), "got 5 at type"),
-        (changing(lambda r: r.messages.append(3)), "cannot be read"),
-        (changing(lambda r: r.messages.append(user([1, 2]))), "a text as content"),
         (changing(lambda r: setattr(r, "chat_template_kwargs", {"a": 1})), "the recipe {}"),
         (changing(lambda r: r.images.append("a.png")), "The request has images"),
         (changing(lambda r: r.messages[-1].update(loss=False)), "set loss or loss_scale on a message"),
         (step_by(cancels), "cancelled itself"),
-        (own_run(lambda *_: asyncio.sleep(0, "text")), "run returned 'text', expected"),
         (own_run(lambda *_: asyncio.sleep(0, SimpleNamespace(response=NOBODYS))), "none that infer_async gave"),
-        (returning(messages=lambda ids: [None, 3]), "raised TypeError"),
         (returning(response_token_ids=lambda ids: "text"), "an output that is none"),
         (returning(response_token_ids=lambda ids: [[9, 9]]), "has 9 at 0, expected"),
         (returning(response_token_ids=lambda ids: [ids, ids]), "for which there is no response"),
@@ -884,21 +813,8 @@ def test_what_a_config_asks_for():
             run(asking(**config), FIRST)
 
 
-def test_a_scheduler_that_asks_on_and_on_is_ended():
-    """A request that is refused does not set the clock back."""
-
-    async def insists(self, ask, request, config):
-        while True:
-            try:
-                await ask(user("?"), images=["a.png"])
-            except SchedulerFailure:
-                await asyncio.sleep(0.01)
-
-    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), Scripted(FIRST))
-    assert "took longer" in str(rollout.error)
-
-
 def test_what_is_in_flight_at_the_end_is_not_sampled_on():
+    """A scheduler that asks on and on is ended: a request that is refused does not set the clock back."""
     started = threading.Event()
 
     async def leaves(self, ask, request, config):
@@ -917,8 +833,15 @@ def test_what_is_in_flight_at_the_end_is_not_sampled_on():
     rollout, llm = run(own_run(leaves), llm=Waits(FIRST))
     assert len(rollout.turns) == len(llm.asked) == 1
 
+    async def insists(self, ask, request, config):
+        while True:
+            try:
+                await ask(user("?"), images=["a.png"])
+            except SchedulerFailure:
+                await asyncio.sleep(0.01)
 
-# -- what a recipe says --
+    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), Scripted(FIRST))
+    assert "took longer" in str(rollout.error)
 
 
 def settings(folder):
@@ -933,14 +856,12 @@ CLASS = HEAD + "class A(MultiTurnScheduler):\n    {}\nmulti_turns['mine'] = A"
     "plugin, keys, said",
     [
         (HEAD, {}, "'mine' is not in multi_turns.*math_tip_trick"),
-        (HEAD + "multi_turns['mine'] = 3", {}, "'mine': 3 has neither step nor run"),
         (CLASS.format("pass"), {}, "has neither step nor run"),
         (
             CLASS.format("async def run(self): ...\n    def async_infer(self): ..."),
             {},
             "has an async_infer of its own",
         ),
-        (CLASS.format("def step(self): ...\n    def __init__(self, **k): 1 / 0"), {}, "raised ZeroDivisionError"),
         (CLASS.format("def step(self): ..."), {"reward_funcs": ["none"]}, "'none' is not in orms"),
         (CLASS.format("def step(self): ..."), {"loss_scale": "last_round+none"}, "'none' is unknown"),
         (CLASS.format("def step(self): ..."), {"completion_length_limit_scope": "turn"}, "expected one of per_round"),
@@ -954,9 +875,6 @@ def test_what_cannot_work_is_named(tmp_path, monkeypatch, plugin, keys, said):
     keys = {"external_plugins": [str(tmp_path / "plugin.py")], "multi_turn_scheduler": "mine", **keys}
     with pytest.raises(ValueError, match=said):
         mt.build_env(mt.recipe_classes()[0](**keys), settings(tmp_path), [], TOKENIZER)
-
-
-# -- rewards --
 
 
 class Waits(AsyncORM):
@@ -984,9 +902,6 @@ def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
     columns["messages"] = [[user("What?")]] * 2
     assert function(**columns) == [1.0, 1.0]
     assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
-
-
-# -- plug-ins as they are --
 
 
 @pytest.mark.contract("ms-swift plug-ins")

@@ -1,13 +1,12 @@
 """ms-swift's example plug-ins: their rewards as they are; what schedulers get; the mask of a part of a text."""
 
 import asyncio
-import http.server
 import inspect
 import json
-import threading
 from types import SimpleNamespace
 
 import pytest
+from fault_proxy import Fault, FaultProxy
 from scripted_schedulers import PLUGINS, TOKENIZER, answer, run, step_by, user
 
 from mt_grpo.integrations.ms_swift import paths as swift_paths
@@ -45,38 +44,22 @@ def ended(text):
 def services(monkeypatch):
     """A judge of code that accepts what is asked with the input 1, and a judge model that gives seven of ten."""
 
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer({"object": "list", "data": [{"id": "judge", "object": "model", "created": 0, "owned_by": ""}]})
+    def answers(request):
+        asked = request.payload
+        if request.method == "GET":
+            body = {"object": "list", "data": [{"id": "judge", "object": "model", "created": 0, "owned_by": ""}]}
+        elif request.path.startswith("/submissions"):
+            accepted = asked["stdin"] == "1" and "print" in asked["source_code"]
+            body = {"status": {"description": "Accepted" if accepted else "Wrong Answer"}}
+        else:
+            score = "[[7]]" if "good" in asked["messages"][-1]["content"] else "[[0]]"
+            body = {"choices": [{"message": {"content": f"Well: {score}"}}]}
+        return Fault("answer", status=200, body=json.dumps(body).encode())
 
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path.startswith("/submissions"):
-                verdict = "Accepted" if asked["stdin"] == "1" and "print" in asked["source_code"] else "Wrong Answer"
-                self.answer({"status": {"description": verdict}})
-            else:
-                score = "[[7]]" if "good" in asked["messages"][-1]["content"] else "[[0]]"
-                self.answer({"choices": [{"message": {"content": f"Well: {score}"}}]})
-
-        def answer(self, body):
-            sent = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(sent)))
-            self.end_headers()
-            self.wfile.write(sent)
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("JUDGE0_ENDPOINT", url)
-    monkeypatch.setenv("GENRM_API_BASE", f"{url}/v1")
-    yield
-    server.shutdown()
-    server.server_close()
+    with FaultProxy("http://127.0.0.1:9", answers) as server:
+        monkeypatch.setenv("JUDGE0_ENDPOINT", server.url)
+        monkeypatch.setenv("GENRM_API_BASE", f"{server.url}/v1")
+        yield
 
 
 CALL = '<tool_call>\n{"name": "f", "parameters": {"x": 1}}\n</tool_call>'
@@ -119,19 +102,6 @@ def test_every_example_reward_gives_what_it_gives_in_the_main_thread(name, servi
     (trained,) = run_rewards([as_reward(name, settings, settings)], given, 60.0)
     assert here == trained == right
 
-
-@needs_plugins
-def test_no_example_reward_is_left_out():
-    """The sandbox of E2B is a service with a key: its reward says what it needs."""
-    files = "".join((PLUGINS / file).read_text() for file in ("plugin.py", "gsm8k_plugin.py"))
-    registered = {line.split("'")[1] for line in files.splitlines() if line.startswith("orms['")}
-    assert registered - set(BY_HAND) == {"external_code_reward"}
-    import_file(str(PLUGINS / "plugin.py"), "external_plugins")
-    with pytest.raises(ValueError, match="reward_funcs: 'external_code_reward' raised AssertionError"):
-        as_reward("external_code_reward", SimpleNamespace(), SimpleNamespace())
-
-
-# -- what schedulers get --
 
 SQUARE = {"type": "function", "function": {"name": "square", "description": "Squares a number.", "parameters": {
     "type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}}}  # fmt: skip
@@ -178,8 +148,6 @@ def test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_
     assert columns["rollout_infos"] == columns["multi_turn_infos"] == [rollout.environment.infos]
     assert seen == [{"goal": "the row's own", "level": 1} if passes else {}] * 2
 
-
-# -- the mask of a part of a text --
 
 TEXTS = {1: "abc", 2: "def", 3: "g"}
 BYTES = {10: "\N{REPLACEMENT CHARACTER}", 11: "é"}  # two ids of one character: the first alone is no text yet

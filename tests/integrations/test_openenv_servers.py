@@ -58,9 +58,6 @@ def counting():
         yield served
 
 
-# --- turns that are actions ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("OpenEnv")
 def test_an_episode_by_hand(counting):
     """What is read, token for token, the reward of each turn, and what reward functions get."""
@@ -159,9 +156,6 @@ def test_actions_of_numbers_are_written_as_json():
     ]  # fmt: skip
 
 
-# --- tools -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("OpenEnv")
 def test_tools_of_the_server_are_the_models():
     """The rewards of a turn's calls are its reward. A call after the end of the episode is not made."""
@@ -180,9 +174,6 @@ def test_tools_of_the_server_are_the_models():
     assert rewards(rollout) == [0.5, 1.0, None, 0.5, 0.5] and rollout.reward == 2.5
     assert rollout.stop_reason == StopReason.ENVIRONMENT_STOP and rollout.environment.state == {"sum": 13}
     assert {turn.state_key for turn in rollout.turns} == {None}
-
-
-# --- servers that fail -----------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_is_given_up_ends_the_session():
@@ -300,9 +291,6 @@ def test_servers_that_cannot_be_used_are_named_before_a_model_is_loaded():
         for keys, args in (({}, {"tool_format": "xml"}), ({"tools_script": "tools/calculator.py"}, {})):
             with pytest.raises(ValueError, match=f"({min(args or keys)}).*no tools"):
                 load(served, args=args, **keys)
-
-
-# --- OpenEnv's own package -------------------------------------------------------------------------------------------
 
 
 REAL_SERVER = """

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import warm_python
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.fields import key
@@ -105,7 +106,8 @@ def test_another_package_is_installed_and_trained(tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
     subprocess.run([*pip, str(tmp_path / "site"), str(tmp_path / "source")], check=True, cwd=tmp_path)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "mt_grpo_trainer.py"), "--environment", "guess", "--max_steps", "1",
+    command = [warm_python.executable(), str(ROOT / "mt_grpo_trainer.py"), "--environment", "guess",
+               "--max_steps", "1",
                "--model_name_or_path", str(ROOT / "hf_recipes/tiny/calculator-model"), "--num_generations", "4",
                "--per_device_train_batch_size", "4", "--use_cpu", "true", "--bf16", "false", "--report_to", "none",
                "--max_completion_length", "32", "--output_dir", str(tmp_path / "out")]  # fmt: skip

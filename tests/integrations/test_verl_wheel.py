@@ -1,21 +1,18 @@
-"""Files of verl's releases as they are in the wheels: tools, interactions, function tools, and their YAML.
+"""Tools of a release of verl as they are in its wheel, and their YAML.
 
 They are found in two ways: as those of an installed verl, and next to the YAML if verl is not installed. Stand-ins
 replace what they import and is not installed: ray, qwen_vl_utils.
 """
 
-import ast
-import functools
 import importlib
 import shutil
 import subprocess
 import sys
 import types
 import zipfile
-from json import dumps, loads
+from json import dumps
 
 import pytest
-import requests
 import vision_model
 from conftest import data_file
 from scripted import call
@@ -23,7 +20,6 @@ from test_environments import ANSWER
 from test_mcp import wait_for
 from test_verl import Ray, build, converse, free_port, fresh_verl, settings, write_yaml  # noqa: F401
 
-from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.images.pictures import mark_of, pictures_in
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.verl import paths as verl_paths
@@ -31,45 +27,38 @@ from mt_grpo.rollout import StopReason
 
 pytestmark = pytest.mark.slow
 OWN = "verl.tools."  # the modules of verl's own files; what is built in has the trainer's
-FUNCTIONS = "tests/experimental/agent_loop/function_tool_examples.py"
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """Gives the folder of a release's files, which are unpacked and not installed."""
+    """The folder of the release's files, which are unpacked and not installed."""
     folder = tmp_path_factory.mktemp("verl")
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps", "--dest", str(folder)]
-
-    @functools.cache
-    def unpacked(version):
-        ended = subprocess.run([*download, f"verl=={version}"], capture_output=True, text=True)
-        if ended.returncode:
-            pytest.skip(f"pip cannot download verl {version}: {ended.stderr.strip()[-200:]}")
-        (wheel,) = folder.glob(f"verl-{version}-*.whl")
-        zipfile.ZipFile(wheel).extractall(folder / version)
-        return folder / version
-
-    return unpacked
+    ended = subprocess.run([*download, "verl==0.7.1"], capture_output=True, text=True)
+    if ended.returncode:
+        pytest.skip(f"pip cannot download verl 0.7.1: {ended.stderr.strip()[-200:]}")
+    (wheel,) = folder.glob("verl-*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
 
 
 @pytest.fixture
 def found(release, tmp_path, monkeypatch):
-    """Has a file of a release be found, as one of an installed verl or next to the YAML."""
+    """Has a file of the release be found, as one of an installed verl or next to the YAML."""
     monkeypatch.setitem(sys.modules, "ray", Ray("ray"))
     monkeypatch.setitem(sys.modules, "ray.actor", types.ModuleType("ray.actor"))
 
-    def find(file, way, version="0.7.1"):
-        folder = release(version)
+    def find(file, way):
         if way == "installed":
-            monkeypatch.syspath_prepend(folder)
-            package(monkeypatch, "verl", folder / "verl")  # its own `__init__` wants tensordict
-            package(monkeypatch, "verl.utils", folder / "verl/utils")
+            monkeypatch.syspath_prepend(release)
+            package(monkeypatch, "verl", release / "verl")  # its own `__init__` wants tensordict
+            package(monkeypatch, "verl.utils", release / "verl/utils")
         else:
-            shutil.copy(folder / file, tmp_path)
+            shutil.copy(release / file, tmp_path)
             verl_paths.install()
             scores = importlib.import_module("verl.utils.reward_score")  # the release's own are read
-            scores.__path__.append(str(folder / "verl/utils/reward_score"))
-        return folder
+            scores.__path__.append(str(release / "verl/utils/reward_score"))
+        return release
 
     return find
 
@@ -86,78 +75,7 @@ def tool_of(env):
     return tool
 
 
-@pytest.fixture
-def http(monkeypatch):
-    """Answers what is posted: `http(answer)` gives an address and what was sent. `answer` gives (status, JSON)."""
-
-    def start(answer):
-        sent = []
-
-        def post(url, json=None, data=None, **kwargs):
-            sent.append(json or loads(data))
-            status, content = answer(sent[-1])
-            response = requests.Response()
-            response.status_code, response._content = status, dumps(content).encode()
-            return response
-
-        monkeypatch.setattr(requests, "post", post)
-        return "http://there", sent
-
-    return start
-
-
-WAYS = pytest.mark.parametrize("way", ["installed", "beside"])
-
-
-def tools_yaml(folder, class_name, tool, argument, schema, **config):
-    """The YAML of a tool with one argument, as the release's examples have it."""
-    parameters = {"type": "object", "properties": {argument: schema}, "required": [argument]}
-    function = {"name": tool, "description": f"The tool {tool}.", "parameters": parameters}
-    entry = {"class_name": OWN + class_name, "config": {"type": "native", **config},
-             "tool_schema": {"type": "function", "function": function}}  # fmt: skip
-    return write_yaml(folder, dumps({"tools": [entry]}))
-
-
-@WAYS
-def test_the_search_tool(found, tmp_path, http, way):
-    document = {"document": {"contents": "Paris\nA city of France."}, "score": 0.5}
-    url, sent = http(lambda body: (200, {"result": [[document] for _ in body["queries"]]}))
-    found("verl/tools/search_tool.py", way)
-    schema = {"type": "array", "item": {"type": "string"}}
-    config = tools_yaml(tmp_path, "search_tool.SearchTool", "search", "query_list", schema, retrieval_service_url=url)
-    env = build(tools_config_file=config)()
-    calls = [call("search", query_list=["France"]), call("search", query_list="x")]
-    (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
-    assert type(tool_of(env)).__module__ == f"{OWN}search_tool"
-    assert sent == [{"queries": ["France"], "topk": 3, "return_scores": True}]
-    assert [turn.observation for turn in rollout.turns[:2]] == [
-        '{"result": "Doc 1 (Title: Paris)\\nA city of France."}',
-        '{"result": "Error: \'query_list\' is missing, empty, or not a list in parameters."}',
-    ]
-    assert [turn.results[0].reward for turn in rollout.turns[:2]] == [0.0] * 2 and rollout.reward is None
-
-
-@WAYS
-def test_the_sandbox_tool(found, tmp_path, http, caplog, way):
-    """Against a server that answers in Sandbox Fusion's form, and runs nothing."""
-    ran = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "42\n", "stderr": ""}
-    failed = {**ran, "stdout": "", "stderr": "ZeroDivisionError", "return_code": 1}
-    answers = {"print(6 * 7)": (200, {"status": "Success", "run_result": ran}),
-               "1 / 0": (200, {"status": "Failed", "run_result": failed}), "busy": (500, {})}  # fmt: skip
-    url, sent = http(lambda body: answers[body["code"]])
-    found("verl/tools/sandbox_fusion_tools.py", way)
-    config = tools_yaml(tmp_path, "sandbox_fusion_tools.SandboxFusionTool", "code_interpreter", "code",
-                        {"type": "string"}, sandbox_fusion_url=f"{url}/run_code")  # fmt: skip
-    env = build(tools_config_file=config)()
-    (rollout,) = converse(env, [[*(call("code_interpreter", code=code) for code in answers), ANSWER]], [{}])
-    assert type(tool_of(env)).__module__ == f"{OWN}sandbox_fusion_tools"
-    assert [body["code"] for body in sent] == list(answers)
-    assert [turn.observation for turn in rollout.turns[:3]] == ["42\n", "ZeroDivisionError", "no stdout here"]
-    assert [turn.results[0].reward for turn in rollout.turns[:3]] == [None] * 3
-    assert rollout.reward is None and "code_interpreter returned the reward [], not a finite number" in caplog.text
-
-
-@WAYS
+@pytest.mark.parametrize("way", ["installed", "beside"])
 def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     """Its texts are read, and the image that it crops if the model reads images; another one reads why not."""
     image = pytest.importorskip("PIL.Image", reason="the tool crops images with Pillow")
@@ -166,8 +84,11 @@ def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     image.new("RGB", (100, 80)).save(tmp_path / "image.png")
     found("verl/tools/image_zoom_in_tool.py", way)
     name, schema = "image_zoom_in_tool", {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4}
-    config = tools_yaml(tmp_path, "image_zoom_in_tool.ImageZoomInTool", name, "bbox_2d", schema)
-    env = build(tools_config_file=config)()
+    parameters = {"type": "object", "properties": {"bbox_2d": schema}, "required": ["bbox_2d"]}
+    function = {"name": name, "description": "Zooms in.", "parameters": parameters}
+    entry = {"class_name": f"{OWN}image_zoom_in_tool.ImageZoomInTool", "config": {"type": "native"},
+             "tool_schema": {"type": "function", "function": function}}  # fmt: skip
+    env = build(tools_config_file=write_yaml(tmp_path, dumps({"tools": [entry]})))()
     row = {"tools_kwargs": {name: {"create_kwargs": {"image": str(tmp_path / "image.png")}}}}
     calls = [call(name, bbox_2d=[0, 0, 50, 40]), call(name, bbox_2d=[1])]
     with_image, without = converse(env, [[*calls, ANSWER], []], [row, {}])
@@ -183,8 +104,6 @@ def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     assert crop is tokenizer.pictures.read(image.new("RGB", (50, 40)), "") and rollout.turns[0].error is None
     assert rollout.turns[0].observation.startswith(mark_of(crop))
 
-
-# -- tools behind MCP servers --
 
 SERVER = """
 import json
@@ -250,53 +169,3 @@ def test_the_mcp_search_tool(found, tavily, tmp_path, way):
     assert (failed.error, failed.observation) == ("tool", "Error: Error executing tool tavily_search_tool")
     assert unknown.error == "call"  # tool_selected_list
     assert rollout.environment.agent_data.metrics["tavily_search_tool"][0]["queries"] == ["France"]
-
-
-# -- 0.9.1: function tools, and tools of its own tests --
-
-WEATHER = '{"temperature_c": 17.3, "condition": "drizzle"}'
-
-
-@WAYS
-def test_tools_by_yaml_and_functions_together(found, tmp_path, monkeypatch, way):
-    """The YAML, the functions and the classes of the release's own tests."""
-    folder = found("tests/tools/_stub_search_tools.py", way, "0.9.1")
-    package(monkeypatch, "tests", folder / "tests")
-    package(monkeypatch, "tests.tools", folder / "tests/tools")
-    monkeypatch.delitem(sys.modules, "tests.tools._stub_search_tools", raising=False)
-    nodes = ast.parse((folder / "tests/tools/test_mixed_tools_on_cpu.py").read_text()).body
-    texts = {node.targets[0].id: node.value for node in nodes if isinstance(node, ast.Assign)}
-    config = write_yaml(tmp_path, ast.literal_eval(texts["_NATIVE_TOOL_YAML"]))
-    (tmp_path / "written_functions.py").write_text(ast.literal_eval(texts["_FUNCTION_TOOL_BODY"]))
-    env = build(tools_config_file=config, function_tool_path=str(tmp_path / "written_functions.py"))()
-    calls = [call("search", query_list=["foo", "bar"]), call("crawler", url_list=["http://a"]),
-             call("get_weather", city="Tokyo"), call("calculator", expression="2 + 3 * 4")]  # fmt: skip
-    (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
-    assert [turn.observation for turn in rollout.turns[:4]] == [
-        "hits-for:foo; hits-for:bar", "crawled:http://a", WEATHER, "14",
-    ]  # fmt: skip
-    assert env.environments.by_name[None].verl_tools["search"].calls == [{"query_list": ["foo", "bar"]}]
-    assert rollout.environment.agent_data.metrics == {"search": [{"num_queries": 2}], "crawler": [{"num_urls": 1}]}
-
-
-@WAYS
-def test_a_tool_whose_schema_is_that_of_a_method(found, tmp_path, way):
-    """The weather tool of the release's test of its agent loop; its entry has no `tool_schema`."""
-    folder = found("verl/tools/schemas.py", way, "0.9.1")
-    source = (folder / "tests/experimental/agent_loop/test_basic_agent_loop.py").read_text()
-    (node,) = [node for node in ast.parse(source).body if getattr(node, "name", None) == "WeatherTool"]
-    head = """
-import json
-from typing import Any
-from transformers.utils import get_json_schema
-from verl.tools.base_tool import BaseTool, OpenAIFunctionToolSchema
-from verl.tools.schemas import ToolResponse
-"""
-    text = "tools: [{class_name: written_tools.WeatherTool, config: {type: native}}]"
-    env = build(tools_config_file=write_yaml(tmp_path, text, head + ast.unparse(node)))()
-    name = "get_current_temperature"
-    (rollout,) = converse(env, [[call(name, location="Paris"), call(name, unit="celsius"), ANSWER]], [{}])
-    assert rollout.turns[0].observation == '{"temperature": 26.1, "location": "Paris", "unit": "celsius"}'
-    assert rollout.turns[1].error == "call"
-    schema = tool_schema(name, env.environments.tools_of_class({})[name])["function"]["parameters"]
-    assert schema["properties"]["unit"]["enum"] == ["celsius", "fahrenheit"] and schema["required"] == ["location"]

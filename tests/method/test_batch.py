@@ -1,6 +1,5 @@
 """From rows, conversations and rewards to what is trained and logged: values written by hand, in one process."""
 
-import asyncio
 import json
 import math
 import shutil
@@ -8,20 +7,17 @@ import types
 import zlib
 
 import golden_batch as golden
-import pandas
 import pytest
 import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
-from mt_grpo.rollout import Generation, Record, Rollout, StopReason, ToolCall, Turn
+from mt_grpo.rollout import Generation, Record, Rollout, StopReason, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.pass_metrics import PassMetrics, effective_share, rollout_weights, sampling_means
 from mt_grpo.training.passes import Pass
-from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
@@ -38,10 +34,8 @@ def test_a_batch_is_what_was_written_by_hand(random_model, tmp_path, name):
 
 def test_rollouts_are_graded_by_their_own_rows(random_model, tmp_path):
     """In training and in evaluation, after a restart of the server too: `outcome_a` raises where they are not."""
-    trainer = golden.make_trainer(
-        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
-    )
-    trainer.llm = golden.ScriptedServer(trainer.processing_class, lost=(0, 2, 3, 5))
+    trainer = evaluating(random_model, tmp_path)
+    trainer.llm.lost = (0, 2, 3, 5)
     trainer.train()
     assert trainer.llm.lost_so_far == [0, 2, 3, 5]
     log = read_log(tmp_path)
@@ -52,16 +46,22 @@ def test_rollouts_are_graded_by_their_own_rows(random_model, tmp_path):
         assert row["messages"][1]["content"].count(f" of {row['answer']}") == 1
 
 
-@pytest.mark.contract("evaluation during training")
-def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, tmp_path):
-    """Twelve rollouts in batches of eight and four: the eight that are written by hand, and the first four again."""
-    trainer = golden.make_trainer(
-        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
-    )
+def evaluating(model, out, *funcs, **changes):
+    """A trainer that evaluates the written conversations, four rollouts of each of three prompts."""
+    settings = dict(num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4, **changes)
+    trainer = golden.make_trainer(model, out, *funcs, **settings)
     trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    return trainer
+
+
+@pytest.mark.contract("evaluation during training")
+def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, tmp_path, monkeypatch):
+    """Twelve rollouts in batches of eight and four: the eight that are written by hand, and the first four again.
+
+    Another one starts anew, also behind one that was broken off in its second batch.
+    """
+    trainer = evaluating(random_model, tmp_path)
     trainer.model.eval()
-    logged = trainer.evaluate()
-    logged = next(row for row in trainer.state.log_history if "eval_reward" in row)
     rewards = [6.0, 1.75, 1.75, 3.75, 5.25, 3.5, 3.25, 6.0, 1.75, 1.75, 3.75]  # R^O + R^T; rollout 7 has no outcome
     mean = sum(rewards) / 11
     expected = {
@@ -71,20 +71,6 @@ def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, 
         "eval_turns/mean": 25 / 12, "eval_turns/max": 3.0, "eval_tools/call_frequency": 17 / 12,
         "eval_stop/max_turns": 4 / 12, "eval_credit/frac_groups_without_signal": 0.0,
     }  # fmt: skip
-    assert {name: logged[name] for name in expected} == pytest.approx(expected, abs=1e-5)
-    # A second one starts anew.
-    trainer.evaluate()
-    again = [row for row in trainer.state.log_history if "eval_reward" in row][1]
-    assert {name: again[name] for name in expected} == pytest.approx(expected, abs=1e-5)
-
-
-def test_an_evaluation_that_was_broken_off_leaves_nothing(random_model, tmp_path, monkeypatch):
-    trainer = golden.make_trainer(
-        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
-    )
-    trainer.llm = golden.ScriptedServer(trainer.processing_class)
-    trainer.model.eval()
-    trainer.evaluate()
     score, calls = trainer._calculate_rewards, []
 
     def breaks_off(*args):
@@ -94,15 +80,17 @@ def test_an_evaluation_that_was_broken_off_leaves_nothing(random_model, tmp_path
         trainer.batch.logged = score(*args) * 0 - 100.0  # what a metric of it would be made of
         return trainer.batch.logged
 
+    trainer.evaluate()
+    trainer.evaluate()
     monkeypatch.setattr(trainer, "_calculate_rewards", breaks_off)
     with pytest.raises(KeyboardInterrupt):
         trainer.evaluate()
     monkeypatch.undo()
     trainer.evaluate()
-    first, second = [row for row in trainer.state.log_history if "eval_reward" in row]
-    for name in ("eval_reward", "eval_reward_std", "eval_turns/mean"):
-        assert second[name] == pytest.approx(first[name])
-    assert first["eval_reward"] == pytest.approx(38.5 / 11)
+    logged = [row for row in trainer.state.log_history if "eval_reward" in row]
+    assert len(logged) == 3
+    for row in logged:
+        assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def test_rows_that_fill_the_last_batch_do_not_count():
@@ -202,12 +190,9 @@ def one_group(model, out, funcs, **settings):
 
 def test_several_data_sets_of_an_evaluation_have_their_own_means(random_model, tmp_path):
     """The second one is not added to the first one's rollouts."""
-    trainer = golden.make_trainer(
-        random_model, tmp_path, num_generations=4, eval_strategy="steps", eval_steps=1, num_generations_eval=4
-    )
+    trainer = evaluating(random_model, tmp_path)
     rows = golden.Dataset.from_list(golden.ROWS)
     trainer.eval_dataset = {"all": rows, "first": rows.select([0])}
-    trainer.llm = golden.ScriptedServer(trainer.processing_class)
     trainer.model.eval()
     trainer.evaluate()
     logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
@@ -227,17 +212,8 @@ def test_a_number_of_weight_0_is_no_score(random_model, tmp_path):
     def length(completions, **kwargs):
         return [float(i) for i in range(len(completions))]
 
-    trainer = golden.make_trainer(
-        random_model,
-        tmp_path,
-        ([], [right, length]),
-        num_generations=4,
-        num_generations_eval=4,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
+    trainer = evaluating(random_model, tmp_path, ([], [right, length]))
     trainer.reward_weights = torch.tensor([1.0, 0.0])
-    trainer.llm = golden.ScriptedServer(trainer.processing_class)
     trainer.train()
     logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
     for mode, lengths in (("", [1, 3, 5, 7]), ("eval_", [1, 3, 5, 7, 1, 3])):  # in batches of 8 and 4
@@ -341,31 +317,24 @@ def test_a_reward_that_moves_nothing_is_counted(random_model, tmp_path):
     assert found["mt_grpo"] == ([[6, 3, 3], [3, 2, 3]], [])
 
 
-def test_the_table_of_completions_has_the_advantages_that_are_trained(random_model, tmp_path):
-    """TRL's `log_completions`: each row has its own prompt, rewards, and the mean advantage of its sampled tokens."""
-    trainer = golden.make_trainer(
-        random_model, tmp_path, log_completions=True, shuffle_dataset=False, **golden.CASES["mt_grpo"][1]
-    )
-    trainer.llm = golden.ScriptedServer(trainer.processing_class)
-    trainer.train()
-    rows = pandas.read_parquet(tmp_path / "completions/completions_00001.parquet").to_dict("records")
-    assert len(rows) == 8
-    for index, row in enumerate(rows):
-        assert row["prompt"][0]["content"] == f"What is {golden.ROWS[index // 4]['answer']}?"
-        assert f"rollout {index} of" in row["completion"][0]["content"]
-        assert row["outcome_a"] == golden.OUTCOME_A[index] or golden.OUTCOME_A[index] is None
-        turns = golden.CONVERSATIONS[index]
-        total = sum(golden.per_token(index, golden.MT_GRPO[index], 0.0))
-        assert row["advantage"] == pytest.approx(total / sum(golden.per_token(index, [1] * len(turns), 0)), abs=1e-5)
-
-
-def test_logprobs_that_one_record_does_not_know_are_none_for_all():
+def test_a_batch_by_hand():
+    """Logprobs that one record does not know are None for all; numbers per turn are gathered in the table's shape; a
+    turn is trained unless its rollout is masked."""
     turns = [Turn([5, 6], [-1.0, -2.0], "", "stop", observation_ids=[7]), Turn([8], [-3.0], "", "stop")]
     batch = Batch([], 1, records=[*(Record([k], [turn]) for k, turn in enumerate(turns)), Record([], [])])
     ids, masks = ([[0], [1], [9]], [[5, 6, 7], [8], [9]]), [[1, 1, 0], [1], [0]]
     assert batch.loss_lists(9) == (*ids, masks, [[-1.0, -2.0, 0.0], [-3.0], [0.0]])
     turns[1].logprobs = None
     assert batch.loss_lists(9) == (*ids, masks, None)
+    batch = Batch([{}, {}], 2, rewards=types.SimpleNamespace(turn=torch.zeros(4, 3)))
+    ranks = types.SimpleNamespace(device="cpu", gather=lambda own: torch.cat([own, -own]))
+    assert batch.of_all_ranks([[1.0, 2.0], [3.0]], ranks).tolist() == [[1, 2, 0], [3, 0, 0], [-1, -2, 0], [-3, 0, 0]]
+    batch = Batch([], 2, truncated=[False, True, False])
+    outcome = torch.tensor([0.0, 0.0, float("nan")])
+    batch.rewards = types.SimpleNamespace(num_tokens=torch.tensor([[2, 0], [1, 3], [1, 1]]), outcome=outcome)
+    none = [False, False]
+    for masks, expected in ((False, [[True, False], [True, True], none]), (True, [[True, False], none, none])):
+        assert batch.trained_turns(types.SimpleNamespace(mask_truncated_completions=masks)).tolist() == expected
 
 
 def test_a_replaced_rollout_has_its_row_and_no_column_of_the_one_before():
@@ -379,45 +348,6 @@ def test_a_replaced_rollout_has_its_row_and_no_column_of_the_one_before():
     assert (rows, rollouts) == ([{"a": 0}, {"a": 1}, {"a": 2}], ["a", "b", "c"])
     with pytest.raises(ValueError):
         batch.replace([0, 1], [{}], ["g"])
-
-
-def test_numbers_per_turn_are_gathered_in_the_shape_of_the_table():
-    batch = Batch([{}, {}], 2, rewards=types.SimpleNamespace(turn=torch.zeros(4, 3)))
-    ranks = types.SimpleNamespace(device="cpu", gather=lambda own: torch.cat([own, -own]))
-    assert batch.of_all_ranks([[1.0, 2.0], [3.0]], ranks).tolist() == [[1, 2, 0], [3, 0, 0], [-1, -2, 0], [-3, 0, 0]]
-
-
-def test_a_turn_is_trained_unless_its_rollout_is_masked():
-    batch = Batch([], 2, truncated=[False, True, False])
-    outcome = torch.tensor([0.0, 0.0, float("nan")])
-    batch.rewards = types.SimpleNamespace(num_tokens=torch.tensor([[2, 0], [1, 3], [1, 1]]), outcome=outcome)
-    none = [False, False]
-    for masks, expected in ((False, [[True, False], [True, True], none]), (True, [[True, False], none, none])):
-        assert batch.trained_turns(types.SimpleNamespace(mask_truncated_completions=masks)).tolist() == expected
-
-
-@pytest.mark.contract("in process")
-def test_a_conversation_gets_its_own_samples():
-    """Whichever conversation asks first: what is sampled in one batch is given back by rollout, cut to its budget."""
-
-    def generate_batch(prompt_ids, max_tokens):
-        return [[ids[0] + 1] * max_tokens for ids in prompt_ids], [[-ids[0] / 8] * max_tokens for ids in prompt_ids]
-
-    backend = InProcessBackend(generate_batch, lambda i: i == 21)
-
-    async def ask(i):
-        await asyncio.sleep(0.02 * (4 - i))
-        return await backend.generate([10 * i], i + 1, None, i)
-
-    generations = backend.serve([ask(i) for i in range(4)])
-    assert [g.token_ids for g in generations] == [[1], [11, 11], [21, 21, 21], [31, 31, 31, 31]]
-    assert [g.logprobs for g in generations] == [[0.0], [-1.25] * 2, [-2.5] * 3, [-3.75] * 4]
-    assert [g.finish_reason for g in generations] == ["length", "length", "stop", "length"]
-
-
-# =====================================================================================================================
-# Reward functions that change what they get
-# =====================================================================================================================
 
 
 def spoil(columns):
@@ -461,49 +391,6 @@ def test_a_reward_that_changes_its_arguments_changes_nothing_else(random_model, 
 
     funcs = [turn_a, *golden.FUNCS[0][1:]], [golden.outcome_a, outcome_b]
     golden.assert_as_written(golden.run_case(random_model, tmp_path, name, funcs=funcs), name)
-
-
-def test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves():
-    board = types.SimpleNamespace(moves=["e4"])
-    call = ToolCall("echo", {"text": "a", "more": ["b"]})
-    columns = {
-        "prompts": [[{"role": "user", "content": "go"}]],
-        "rollout_turns": [[Turn([1, 2], [-1.0, -2.0], "x", "stop", calls=[call], observation_ids=[3])]],
-        "steps": [["1", ("2", [3])]], "environment": [board], "log_extra": print,
-        "trainer_state": board,
-    }  # fmt: skip
-    seen = []
-
-    def keep(**columns):
-        seen.append(columns)
-        return [0.0]
-
-    async def keep_async(**columns):
-        return keep(**columns)
-
-    run_rewards([keep, keep_async, keep], columns, 10.0)
-    assert len(seen) == 3 and all(got == columns for got in seen)  # equal, and nothing of it is the same object
-    for got in (columns, *seen):
-        others = [other for other in (columns, *seen) if other is not got]
-        (turn,) = got["rollout_turns"][0]
-        parts = [
-            *(got[name] for name in columns if name not in ("log_extra", "trainer_state")),
-            got["prompts"][0], got["prompts"][0][0],
-            got["rollout_turns"][0], turn, turn.token_ids, turn.logprobs, turn.observation_ids, turn.tool_call,
-            turn.tool_call.arguments, turn.tool_call.arguments["more"], got["steps"][0], got["steps"][0][1][1],
-        ]  # fmt: skip
-        ids = {id(part) for part in parts}
-        for other in others:
-            (turn,) = other["rollout_turns"][0]
-            assert not ids & {id(other["prompts"]), id(other["prompts"][0][0]), id(other["steps"][0][1][1]), id(turn),
-                              id(turn.token_ids), id(turn.logprobs), id(turn.observation_ids), id(turn.tool_call),
-                              id(turn.tool_call.arguments["more"]), id(other["environment"])}  # fmt: skip
-        assert got["environment"][0] is got["trainer_state"] is board and got["log_extra"] is print
-
-
-# =====================================================================================================================
-# Limits and ends
-# =====================================================================================================================
 
 
 class Writes(VLLMServerClient):
@@ -596,11 +483,6 @@ def test_a_turn_ends_where_the_chat_template_ends_it(base_model, tmp_path):
     trainer.llm = Writes(tokenizer, ["ok<|im_end|>"] * 8)
     trainer.evaluate()
     assert all({end, eos} <= set(params["stop_token_ids"]) for params in trainer.llm.params) and trainer.llm.params
-
-
-# =====================================================================================================================
-# Which problems are trained on, and which are for evaluation
-# =====================================================================================================================
 
 
 def build(tmp_path, *arguments):

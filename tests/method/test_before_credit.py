@@ -13,12 +13,11 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from refill_run import make
-from transformers import AutoTokenizer
+from test_trainer import settings as of_trainer
 
 from mt_grpo.base.errors import RunError
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
-from mt_grpo.training.policy_scores import PolicyScores, policy_of, reference_of
+from mt_grpo.training.policy_scores import policy_of, reference_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,22 +54,8 @@ def fork(tmp_path, block, *imports):
 
 
 def settings(out, **changes):
-    args = dict(
-        output_dir=str(out),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=96,
-        disable_tqdm=True,
-        save_strategy="no",
-        max_steps=1,
-        logging_steps=1,
-        lr_scheduler_type="constant",
-    )
-    return {**args, **changes}
+    short = {"per_device_train_batch_size": 4, "max_completion_length": 96, "max_steps": 1, "learning_rate": 1e-6}
+    return of_trainer(out, **{**short, **changes})
 
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {n} * 3?"}]} for n in range(11, 19)])
@@ -181,53 +166,26 @@ def test_waiting_for_another_conversation_holds_up_no_batch():
     assert sizes[0] == 1 and sum(sizes) == 4
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("fails", ["left", "both are over", "alone"])
-def test_a_branch_never_waits_for_ever(fails):
-    """Its neighbour may fail before its first turn, end at it, or not be rolled out again."""
-    env = branching()([calculator], system_prompt=None)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model")
-    answer = tokenizer("<answer>3</answer>", add_special_tokens=False)["input_ids"]
-    asked = []
-
-    class Backend:
-        def __init__(self):
-            self.tokenizer = tokenizer
-
-        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-            asked.append(index)
-            if fails == "left" and index == 0:
-                raise OSError("gone")
-            return Generation(answer, None, "stop")
-
-    rows = [{"prompt": ROWS[0]["prompt"]}] * (1 if fails == "alone" else 2)
-    rollouts = env.start([row["prompt"] for row in rows], Backend(), rows)
-    for i, rollout in enumerate(rollouts, 1 if fails == "alone" else 0):
-        rollout.place(i)
-
-    async def all_of_them():
-        running = [asyncio.ensure_future(env.converse(rollout, Backend())) for rollout in rollouts]
-        return await asyncio.gather(*running, return_exceptions=True)
-
-    found = asyncio.run(all_of_them())
-    assert isinstance(found[0], OSError) == (fails == "left") and asked[-1] == 1
-    assert rollouts[-1].stop_reason == StopReason.ANSWERED
-    assert rollouts[-1].loss_mask == [1] * len(answer)
-
-
 @pytest.mark.timeout(300)
-def test_policy_and_reference_of_a_lora_may_be_asked_at_once(random_model, tmp_path):
-    """They are the same modules: one is asked after the other, and training mode is what it was."""
+def test_policy_and_reference_of_a_lora(random_model, tmp_path, monkeypatch):
+    """They are the same modules: one is asked after the other, and training mode is what it was.
+
+    The reference is the base, whatever the adapter has learned.
+    """
     trainer = MTGRPOEnvTrainer(
         random_model, MultiTurnToolEnv([], None), [], [by_place], args=MTGRPOConfig(**settings(tmp_path)),
         train_dataset=ROWS, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )  # fmt: skip
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
     trainer.model.train()
     contexts, continuations = [[5, 6, n] for n in range(9, 29)], [[7, 8]] * 20
     policy, reference = policy_of(trainer), reference_of(trainer)
+    (before,) = reference.logprobs([[5, 6]], [[7, 8]])
+    assert policy.logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    assert reference.logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
+    assert policy.logprobs([[5, 6]], [[7, 8]])[0] != pytest.approx(before, abs=1e-3)
     expected = policy.logprobs(contexts, continuations), reference.logprobs(contexts, continuations)
     assert expected[0] != expected[1]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -235,36 +193,6 @@ def test_policy_and_reference_of_a_lora_may_be_asked_at_once(random_model, tmp_p
         for i, future in enumerate(asked):
             assert future.result() == expected[i % 2]
     assert trainer.model.training
-
-
-def test_logprobs_of_turns():
-    """Of each turn's ids behind what was read before them; a turn without ids has none."""
-    asked = []
-
-    def score(pairs):
-        asked.extend((list(context), list(continuation)) for context, continuation in pairs)
-        return {pair: [-float(i) for i in pair[1]] for pair in pairs}
-
-    turns = [Turn(ids, None, "", "stop", observation_ids=read) for ids, read in (([3, 4], [5]), ([], [6]), ([8], []))]
-    rollout = Rollout([], [1, 2], turns=turns)
-    assert PolicyScores(score, None, lambda: "").of_turns(rollout) == [[-3.0, -4.0], [], [-8.0]]
-    assert asked == [([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [8])]
-    assert PolicyScores(score, None, lambda: "").of_turns(Rollout([], [1])) == []
-    assert PolicyScores(score, None, lambda: "", context=7).of_turns(rollout) == [[-3.0, -4.0], [], []]  # no room
-
-
-def test_the_reference_of_a_lora_is_its_base(random_model, tmp_path, monkeypatch):
-    trainer = MTGRPOEnvTrainer(
-        random_model, MultiTurnToolEnv([], None), [], [by_place], args=MTGRPOConfig(**settings(tmp_path)),
-        train_dataset=ROWS, peft_config=LoraConfig(r=4, target_modules=["q_proj"]),
-    )  # fmt: skip
-    before = reference_of(trainer).logprobs([[5, 6]], [[7, 8]])[0]
-    assert policy_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    assert reference_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
-    assert policy_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] != pytest.approx(before, abs=1e-3)
     monkeypatch.setattr(MTGRPOEnvTrainer, "_is_sharded", True)
     with pytest.raises(RunError, match="DeepSpeed or FSDP shards"):
         reference_of(trainer)

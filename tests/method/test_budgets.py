@@ -70,11 +70,6 @@ def test_stop_reasons(turns, limits, expected, num_turns):
     assert len(rollout.turns) == num_turns
 
 
-def test_every_stop_reason_is_tested_above():
-    tested = {case[2] for case in test_stop_reasons.pytestmark[0].args[1]}
-    assert tested == {reason.value for reason in set(StopReason) - OF_ENVIRONMENTS - OF_AGENTS}
-
-
 @pytest.mark.contract("MultiTurnToolEnv.generate")
 def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
     rollout, backend = converse(ADD, "</tool>", ADD, ANSWER, max_steps=3)
@@ -104,12 +99,18 @@ def test_max_steps_is_the_recipes_max_env_steps():
     assert (env.max_steps, env.max_env_steps) == (5, 5)
 
 
-def test_max_completion_length_counts_tool_results():
-    limit = len(ADD) + ENVELOPE + 1 + 30  # the call, its result "5", 30 tokens to answer
-    rollout, backend = converse(ADD, "x" * 31, max_completion_length=limit)
-    assert [r.max_tokens for r in backend.requests] == [limit, 30]
-    assert len(rollout.completion_ids) == limit
-    assert rollout.stop_reason == StopReason.MAX_TOKENS
+@pytest.mark.parametrize("turns, limits, asked, reason", [
+    # The call, its result "5", 30 tokens to answer.
+    ([ADD, "x" * 31], {"max_completion_length": 125}, [125, 30], StopReason.MAX_TOKENS),
+    ([ADD, ADD, TALK], {"max_turn_tokens": 60, "max_completion_length": 2 * 95 + 25}, [60, 60, 25],
+     StopReason.MAX_TOKENS),
+    ([ADD, TALK], {"max_model_len": PROMPT_LENGTH + 95 + 20}, [115, 20], StopReason.CONTEXT_LENGTH),
+])  # fmt: skip
+def test_limits_count_tool_results_and_bound_every_request(turns, limits, asked, reason):
+    assert len(ADD) + ENVELOPE + 1 == 95
+    rollout, backend = converse(*turns, **limits)
+    assert [request.max_tokens for request in backend.requests] == asked and rollout.stop_reason == reason
+    assert len(rollout.completion_ids) == sum(asked[-1:]) + 95 * (len(turns) - 1)
 
 
 @pytest.mark.parametrize("limits", [{"max_completion_length": 65}, {"max_model_len": PROMPT_LENGTH + 65}])
@@ -130,18 +131,6 @@ def test_results_that_nobody_read_are_cut_as_others_are(limits):
     (result,) = rollout.turns[0].results
     assert result.text.startswith("xxx") and len(ids(result.text)) <= 40 and "gold" not in result.text
     assert rollout.turns[0].messages == [] and rollout.completion_ids == ids(call)
-
-
-def test_max_turn_tokens_and_what_remains():
-    rollout, backend = converse(ADD, ADD, TALK, max_turn_tokens=60, max_completion_length=2 * 95 + 25)
-    assert len(ADD) + ENVELOPE + 1 == 95
-    assert [r.max_tokens for r in backend.requests] == [60, 60, 25]
-    assert rollout.stop_reason == StopReason.MAX_TOKENS
-
-
-def test_max_model_len_bounds_every_request():
-    _, backend = converse(ADD, TALK, max_model_len=PROMPT_LENGTH + 95 + 20)
-    assert [r.max_tokens for r in backend.requests] == [115, 20]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import importlib.util
 import random
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -39,12 +38,6 @@ def test_every_value_of_a_chain_follows_from_the_one_before():
         assert row["answer"] == value
 
 
-def test_no_test_problem_is_trained_on():
-    train, test = ({row["question"] for row in make_chain(2000, 0, split)} for split in ("train", "test"))
-    assert len(train) == len(test) == 2000 and not train & test
-    assert all(zlib.crc32(question.removesuffix(".").encode()) % 10 == 0 for question in test)
-
-
 @pytest.mark.parametrize(
     ("expression", "value"), [("17 * 3", "51"), ("4-9", "-5"), (" -3 + -4 ", "-7"), ("999999999 * 2", "1999999998")]
 )
@@ -79,31 +72,12 @@ SILENT = [turn("12"), turn()]
 ROLLOUTS = [RIGHT, DETOUR, EARLY, SILENT]
 
 
-def test_a_right_step_is_rewarded_once_and_in_order():
+def test_steps_that_are_rewarded():
+    """Once and in order; without steps the answer is the only one. The environment's own words are no result."""
     values = rewards.right_step_reward_func(ROLLOUTS, answer=[GOLD] * 4, steps=[STEPS] * 4)
     assert values == [[0.3, 0.3, 0.3, None], [0.3, 0.0, 0.3, 0.0, 0.3, 0.0, None], [None], [0.3, None]]
-
-
-def test_without_steps_the_answer_is_the_only_step():
     values = rewards.right_step_reward_func([SILENT, RIGHT], answer=["12", "28"])
     assert values == [[0.3, None], [0.0, 0.0, 0.3, None]]
-
-
-def test_calls_that_run_are_rewarded():
-    values = rewards.call_executed_reward_func(ROLLOUTS)
-    assert values == [[0.1, 0.1, 0.1, None], [0.1, 0.1, 0.1, 0.0, 0.1, 0.1, None], [None], [0.1, None]]
-
-
-def test_outcomes():
-    gold = ["28", "28", "4", "14"]
-    assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
-    assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
-    for nothing in ([], [turn(answer="28"), turn("28")], [turn(calls=1)], [turn(answer="")]):
-        assert rewards.exact_match_reward_func([nothing], answer=["28"]) == [0.0]
-    assert rewards.exact_match_reward_func([[turn(answer="28\n")]], answer=["28"]) == [1.0]  # plain text
-
-
-def test_several_calls_in_a_turn():
     rollouts = [
         [turn("12", "14"), turn("28"), turn(answer="28")],
         [turn("14", "12"), turn("14", ("28", "tool")), turn("28", calls=2)],  # one after the other, as they ran
@@ -115,41 +89,24 @@ def test_several_calls_in_a_turn():
     assert values == [[0.6, 0.3, None], [0.3, 0.3, 0.3], [pytest.approx(0.9)], [0.3, None], []]
     values = rewards.call_executed_reward_func(rollouts)
     assert values == [[0.1, 0.1, None], [0.1, 0.0, 0.1], [0.1], [0.1, None], []]
-
-
-def test_the_environments_own_words_are_no_result():
     said = turn(answer="4")
     said.messages = [{"role": "user", "content": "12"}]
     assert rewards.call_executed_reward_func([[said]]) == [[None]]
     assert rewards.right_step_reward_func([[said, turn("12")]], answer=[GOLD], steps=[STEPS]) == [[None, 0.3]]
 
 
+def test_outcomes():
+    gold = ["28", "28", "4", "14"]
+    assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
+    assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
+    for nothing in ([], [turn(answer="28"), turn("28")], [turn(calls=1)], [turn(answer="")]):
+        assert rewards.exact_match_reward_func([nothing], answer=["28"]) == [0.0]
+    assert rewards.exact_match_reward_func([[turn(answer="28\n")]], answer=["28"]) == [1.0]  # plain text
+
+
 def test_the_state_is_the_number_of_turns_and_the_last_result():
     keys = [state_key(DETOUR[:k]) for k in range(len(DETOUR))]
     assert keys == [(0, None), (1, "12"), (2, "24"), (3, "14"), (4, "14"), (5, "28"), (6, "28")]
-
-
-ROW = {"question": "Start with 4, then * 3, then + 2, then * 2.", "steps": STEPS, "answer": GOLD}
-
-
-def test_a_warm_start_without_mistakes_is_the_right_conversation():
-    said = [m["content"] for m in build.make_conversation(ROW, 1.0, 1.0, random.Random(0))[2:]]
-    assert said == [
-        build.call("4 * 3"), "<result>\n12\n</result>", build.call("12 + 2"), "<result>\n14\n</result>",
-        build.call("14 * 2"), "<result>\n28\n</result>", "<answer>28</answer>",
-    ]  # fmt: skip
-
-
-def test_a_warm_start_with_mistakes_has_every_kind_of_them():
-    rng = random.Random(0)
-    firsts = Counter(build.make_conversation(ROW, 0.0, 0.0, rng)[2]["content"] for _ in range(500))
-    right = build.call("4 * 3")
-    assert right not in firsts
-    mistakes = [build.call("4 + 2"), build.call("5 * 3"), build.call("4 * 3", "calc"), right.replace('"}}', '"}')]
-    for mistake in [*mistakes, "<answer>4</answer>", "4 * 3"]:
-        assert firsts[mistake] > 0, mistake
-    lasts = Counter(build.make_conversation(ROW, 1.0, 0.0, rng)[8]["content"] for _ in range(200))
-    assert lasts["<answer>28</answer>"] == 0 and lasts[build.call("28 * 2")] > 20 and lasts["28"] > 20
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,6 @@ def client(proxy):
     client.close()
 
 
-# =====================================================================================================================
-# Waiting
-# =====================================================================================================================
-
-
 def test_an_answer_that_trickles_is_no_answer(proxy, client):
     """A time limit bounds the whole call: at this pace the answer would be whole after 20 s."""
     proxy.faults = lambda request: Fault("drip", drip=0.5, status=200, body=b" " * 40)
@@ -94,32 +89,15 @@ def test_a_run_without_its_server_says_so_and_keeps_the_password(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-# =====================================================================================================================
-# Addresses and answers that are no vLLM server's
-# =====================================================================================================================
-
-
-@pytest.mark.parametrize("url", [
-    "http://gpu1:99999", "http://gpu1:http", "ftp://gpu1", "gpu1:8000", "http://[::1", "http://gpu1:8000?x=1",
-    "http://ann:hun/ter2@gpu1:8000",
-])  # fmt: skip
+@pytest.mark.parametrize("url", ["http://gpu1:99999", "ftp://gpu1", "gpu1:8000", "http://ann:hun/ter2@gpu1:8000"])
 def test_an_address_that_can_never_work_is_refused(url):
     with pytest.raises(ServerError, match="is not a server address") as raised:
         VLLMServerClient(base_url=url)
     assert "ter2" not in str(raised.value)
-
-
-def test_a_host_that_is_an_address_is_refused():
     with pytest.raises(ServerError, match="vllm_server_host='http://gpu1': expected a name"):
         VLLMServerClient("http://gpu1", 8000)
-
-
-@pytest.mark.parametrize("host, url", [
-    ("0.0.0.0", "http://127.0.0.1:8000"), ("gpu1", "http://gpu1:8000"), ("::1", "http://[::1]:8000"),
-    ("[::1]", "http://[::1]:8000"),
-])  # fmt: skip
-def test_a_host_becomes_a_url(host, url):
-    assert VLLMServerClient(host).base_url == url
+    for host, found in (("0.0.0.0", "127.0.0.1"), ("gpu1", "gpu1"), ("::1", "[::1]"), ("[::1]", "[::1]")):
+        assert VLLMServerClient(host).base_url == f"http://{found}:8000"
 
 
 def test_a_name_that_nobody_knows_is_not_waited_for(proxy, client):
@@ -140,25 +118,21 @@ NO_VLLM = "This answer is not from a vLLM server. Check vllm_server_host, vllm_s
 
 @pytest.mark.parametrize("ask, status, body, message", [
     ("health", 200, b"<html>Grafana</html>", f"GET .*/health: 200 '<html>Grafana</html>'. {NO_VLLM}"),
-    ("models", 404, b"<html>nginx</html>", f"GET .*/v1/models: 404 <html>nginx</html>. {NO_VLLM}"),
     ("models", 200, OLLAMA, f"GET .*/v1/models: 200 .*llama3.*. {NO_VLLM}"),
     ("models", 200, b"<html>" + b"x" * 100_000, f"GET .*/v1/models: 200 '<html>x*'. {NO_VLLM}"),
     ("models", 401, b'{"error": "Unauthorized"}', "401 .*VLLM_API_KEY"),
-    ("sample", 401, b'{"error": "Unauthorized"}', "401 .*VLLM_API_KEY"),
     ("info", 404, b'{"detail": "Not Found"}', "404 .*VLLM_SERVER_DEV_MODE"),
-    ("info", 200, b"{}", f"GET .*/server_info: 200 .*. {NO_VLLM}"),
     ("version", 200, b'{"version": 1}', f"GET .*/weight_info: 200 .*. {NO_VLLM}"),
     ("score", 200, b'{"choices": []}', f"POST .*/v1/completions: 200 .*. {NO_VLLM}"),
 ])  # fmt: skip
 def test_another_service_is_told_as_such(proxy, client, ask, status, body, message):
     """At once, with the status and the beginning of what came."""
     proxy.faults = lambda request: Fault("other", status=status, body=body)
-    if ask in ("sample", "score"):
+    if ask == "score":
         client.__dict__["model_card"] = {"id": "model"}
     asks = {
         "health": client.wait_until_healthy, "models": lambda: client.model_card, "info": client.server_info,
-        "version": client.weight_version, "sample": lambda: run_async(client.generate([5, 6], 8)),
-        "score": lambda: client.score([5, 6]),
+        "version": client.weight_version, "score": lambda: client.score([5, 6]),
     }  # fmt: skip
     with pytest.raises(ServerError, match=message) as raised:
         asks[ask]()
@@ -183,11 +157,6 @@ def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
     assert "hunter2" not in str(raised.value)
     VLLMServerClient("127.0.0.1", proxy.port).healthy()
     assert proxy.requests[-1].headers["Authorization"] == "Bearer key"
-
-
-# =====================================================================================================================
-# What is asked, answered and pushed
-# =====================================================================================================================
 
 
 SAMPLE = {
@@ -247,11 +216,6 @@ def test_a_push_is_loaded_while_the_server_is_paused_and_gets_its_name_then(prox
     assert not list(tmp_path.iterdir())
 
 
-# =====================================================================================================================
-# Which weights a rollout came from
-# =====================================================================================================================
-
-
 def answered(request, held, **how):
     """A sample, or which weights the server holds."""
     answer = SAMPLE if request.path == "/v1/completions" else {"weight_version": held}
@@ -277,29 +241,8 @@ async def sample(backend):
     return (await backend.generate([1], 8)).token_ids
 
 
-def test_an_answer_proves_only_what_was_finished_when_it_was_asked_for(proxy, client):
-    """Sampled between question and answer: the server may have restarted before it was sampled."""
-
-    async def between(backend):
-        while not questions(proxy):
-            await asyncio.sleep(0.01)
-        return await sample(backend)
-
-    async def never(backend):
-        await asyncio.sleep(60)
-
-    def rule(request):
-        first = questions(proxy) == 1
-        return answered(request, "v" if first else "default", delay=1.5 * (first and request.path == "/weight_info"))
-
-    proxy.faults = rule
-    assert proven(client, "v", sample, between, never, every=1.0) == [[7], None, None]
-    assert questions(proxy) == 2
-
-
 @pytest.mark.parametrize(
-    "held, expected",
-    [("v-1", [7]), ("v-10", [7]), *((held, None) for held in ("default", "v-0", "V-1", ""))],
+    "held, expected", [("v-1", [7]), ("v-10", [7]), *((held, None) for held in ("default", "v-0", "V-1", ""))]
 )
 def test_only_this_version_and_later_ones_count(proxy, client, held, expected):
     proxy.faults = lambda request: answered(request, held)

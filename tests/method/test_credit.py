@@ -2,7 +2,6 @@
 
 import doctest
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,16 +9,9 @@ import torch
 
 from mt_grpo.base.errors import RunError
 from mt_grpo.training import further_credit
-from mt_grpo.training.batch import NAN, nanstd
+from mt_grpo.training.batch import NAN
 from mt_grpo.training.further_credit import check_advantages, numbers_that_move
-from mt_grpo_trainer import (
-    CREDIT_ASSIGNMENTS,
-    RewardTable,
-    doctest_batch,
-    norm,
-    token_advantages,
-    turn_advantages,
-)
+from mt_grpo_trainer import CREDIT_ASSIGNMENTS, RewardTable, norm, token_advantages, turn_advantages
 
 NAMES = ["outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum", "progress_credit"]
 WITHIN = ("zero_sum", "progress_credit")  # which compare the turns of one rollout
@@ -72,9 +64,6 @@ def assert_rows(advantages: torch.Tensor, expected: list[list[float]]) -> None:
         assert advantages[i, : len(row)].tolist() == pytest.approx(row, abs=2e-6), f"rollout {i}"
 
 
-# --- norm ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("scale_rewards")
 def test_norm_by_the_mean():
     """MaxRL: (r - mean) / mean. 1 of 4 is right: 0.75 / 0.25 and -0.25 / 0.25."""
@@ -112,14 +101,6 @@ def test_norm_golden(values, group_size, scale, expected):
     assert norm(x, group_size, scale).tolist() == pytest.approx(expected, abs=2e-6)
 
 
-def test_norm_of_columns_treats_each_as_a_set_of_its_own():
-    x = torch.tensor([[1.0, 0.2, NAN], [0.0, 0.4, 5.0], [1.0, NAN, NAN], [0.0, NAN, NAN]])
-    expected = torch.tensor(
-        [[0.865875, -0.706607, 0.0], [-0.865875, 0.706607, 0.0], [0.865875, 0.0, 0.0], [-0.865875, 0.0, 0.0]]
-    )
-    torch.testing.assert_close(norm(x, 4), expected, atol=2e-6, rtol=0)
-
-
 def test_norm_scales_all_columns_of_a_batch_by_one_standard_deviation():
     # Centred: 0.5 -0.5 | 1.5 -1.5, std sqrt(5 / 3) = 1.290994; over 1.291094.
     x = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
@@ -128,28 +109,18 @@ def test_norm_scales_all_columns_of_a_batch_by_one_standard_deviation():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.3, 0.7 + 0.1, 1e6, 123456.789])
-@pytest.mark.parametrize("size", [2, 3, 7, 64])
-def test_equal_values_give_exactly_zero(value, size, scale):
-    """Not the rounding error of their mean, divided by 1e-4."""
-    x = torch.full((2 * size,), value)
-    assert norm(x, size, scale).tolist() == [0.0] * (2 * size)
-    with_none = x.clone()
-    with_none[0] = NAN
-    assert norm(with_none, size, scale).tolist() == [0.0] * (2 * size)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_fewer_than_two_values_give_exactly_zero(scale):
+def test_equal_values_give_exactly_zero(scale):
+    """Not the rounding error of their mean, divided by 1e-4; nor do fewer than two values give anything."""
+    for value in (0.0, 0.1, 1 / 3, -7.3, 0.7 + 0.1, 1e6, 123456.789):
+        for size in (2, 3, 7, 64):
+            x = torch.full((2 * size,), value)
+            assert norm(x, size, scale).tolist() == [0.0] * (2 * size), (value, size)
+            x[0] = NAN
+            assert norm(x, size, scale).tolist() == [0.0] * (2 * size), (value, size)
     assert norm(torch.tensor([5.0, NAN, NAN, NAN, NAN, NAN]), 3, scale).tolist() == [0.0] * 6
     assert norm(torch.tensor([5.0, -1.0, 2.0]), 1, scale).tolist() == [0.0] * 3
-
-
-def test_a_group_without_spread_stays_zero_beside_one_that_has_some():
-    x = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 2.0])
-    for scale in SCALES:
-        assert norm(x, 3, scale)[:3].tolist() == [0.0, 0.0, 0.0]
-        assert norm(x, 3, scale)[5] > 0
+    mixed = norm(torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 2.0]), 3, scale)
+    assert mixed[:3].tolist() == [0.0, 0.0, 0.0] and mixed[5] > 0
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 7])
@@ -163,117 +134,188 @@ def test_norm_is_the_formula_of_trl(group_size):
     torch.testing.assert_close(norm(rewards, group_size, "none"), rewards - mean)
 
 
-def test_norm_leaves_its_argument_alone():
-    x = torch.tensor([1.0, NAN, 3.0, 4.0])
-    before = x.clone()
-    norm(x, 2)
-    torch.testing.assert_close(x, before, equal_nan=True)
-
-
-def test_nanstd_by_hand():
-    x = torch.tensor([[2.0, 4.0, NAN], [1.0, NAN, NAN], [NAN, NAN, NAN], [3.0, 4.0, 5.0]])
-    std = nanstd(x, 1)
-    assert std.shape == (4, 1)
-    assert std[0].item() == pytest.approx(math.sqrt(2))
-    assert std[1].isnan() and std[2].isnan()
-    assert std[3].item() == pytest.approx(1.0)
-
-
-# --- outcome and merged ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.contract("outcome")
-def test_outcome_gives_every_turn_the_same_and_ignores_turn_rewards():
-    rewards = table([1, 0, 1, 0], [[1, 0], [1, 0], [0], [1, 1, 0]], turn=[[9, 9], [0, 0], [3], [1, 2, 3]])
-    up, down = 0.865875, -0.865875
-    assert_rows(turn_advantages(rewards, "outcome", 4, 1.0, "group"), [[up] * 2, [down] * 2, [up], [down] * 3])
-
-
-@pytest.mark.contract("merged")
-def test_merged_adds_all_turn_rewards_to_the_outcome():
-    # Totals: 1 + 0.2 + 0.4 = 1.6, 0 + 0.6 = 0.6, 0.5 + 0.5 = 1, 0 + 0 = 0; mean 0.8.
-    rewards = table(
-        [1, 0, 0.5, 0],
-        [[1, 1, 0], [1, 0], [0], [1, 0]],
-        turn=[[0.2, None, 0.4], [None, 0.6], [0.5], [None, None]],
-    )
-    assert_rows(turn_advantages(rewards, "merged", 4, 1.0, "none"), [[0.8] * 3, [-0.2] * 2, [0.2], [-0.8] * 2])
-    # Squares 0.64 + 0.04 + 0.04 + 0.64 = 1.36, std sqrt(1.36 / 3) = 0.673300; over 0.673400.
-    assert_rows(
-        turn_advantages(rewards, "merged", 4, 1.0, "group"), [[1.187999] * 3, [-0.297] * 2, [0.297], [-1.187999] * 2]
-    )
-
-
-def test_merged_counts_a_reward_per_rollout_once():
-    rewards = table([1, 0], [[1, 1, 0], [0]], rollout_turn=[0.2, 0.6])
-    assert_rows(turn_advantages(rewards, "merged", 2, 1.0, "none"), [[0.3] * 3, [-0.3]])
-
-
-# --- mt_grpo: one turn reward per rollout, the paper's form ----------------------------------------------------------
-
-PAPER = dict(outcome=[1, 0, 0.5], observed=[[1, 0]] * 3, rollout_turn=[0.2, 0.2, 0.8])
-
-
-@pytest.mark.contract("mt_grpo")
-def test_the_papers_two_turns():
-    # norm(R^O) = 0.5 -0.5 0; norm(R^T) = -0.2 -0.2 0.4. The call gets both, the answer the outcome's only.
-    assert_rows(turn_advantages(table(**PAPER), "mt_grpo", 3, 1.0, "none"), [[0.3, 0.5], [-0.7, -0.5], [0.4, 0.0]])
-    assert_rows(turn_advantages(table(**PAPER), "mt_grpo", 3, 0.5, "none"), [[0.4, 0.5], [-0.6, -0.5], [0.2, 0.0]])
-
-
-def test_the_papers_two_turns_scaled():
-    # Std of the outcomes 0.5: 0.5 / 0.5001 = 0.999800. Of the turn rewards sqrt(0.12) = 0.346410: -0.577184, 1.154368.
-    assert_rows(
-        turn_advantages(table(**PAPER), "mt_grpo", 3, 1.0, "group"),
-        [[0.422616, 0.999800], [-1.576984, -0.999800], [1.154368, 0.0]],
-    )
-
-
-def test_the_papers_two_turns_scaled_by_the_batch():
-    # Outcomes centred 0.5 -0.5 | 1.5 -1.5, std sqrt(5 / 3), over 1.291094: 0.387269, 1.161806.
-    # Turn rewards centred -0.2 0.2 | 0 0, std sqrt(0.08 / 3) = 0.163299, over 0.163399: 1.223995.
-    rewards = table([1, 0, 3, 0], [[1, 0]] * 4, rollout_turn=[0.2, 0.6, 0.4, 0.4])
-    assert_rows(
-        turn_advantages(rewards, "mt_grpo", 2, 1.0, "batch"),
-        [[-0.836726, 0.387269], [0.836726, -0.387269], [1.161806, 1.161806], [-1.161806, -1.161806]],
-    )
-
-
-def test_a_reward_per_rollout_goes_to_the_first_observed_turn_only():
-    rewards = table([1, 0], [[1, 1, 1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
-    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "none"), [[0.3, 0.5, 0.5, 0.5], [-0.3, -0.5]])
-
-
-def test_a_reward_per_rollout_covers_the_turns_up_to_the_first_observation():
-    rewards = table([1, 0], [[0, 1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
-    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "none"), [[0.3, 0.3, 0.5], [-0.3, -0.5]])
-
-
-def test_a_rollout_without_a_call_is_compared_by_the_sum_of_its_rewards():
-    # Per rollout: norm(R^O) = 0.5 -0.5 0 0; norm(R^T) over all four, mean 0.4: -0.2 0.2 0.4 -0.4.
-    # Silent rollouts: R^O + R^T = 1.2 0.6 1.3 0.5, mean 0.9: the last two 0.4 and -0.4.
-    rewards = table([1, 0, 0.5, 0.5], [[1, 0], [1, 0], [0], [0]], rollout_turn=[0.2, 0.6, 0.8, 0])
-    expected = [[0.3, 0.5], [-0.3, -0.5], [0.4], [-0.4]]
-    assert_rows(turn_advantages(rewards, "mt_grpo", 4, 1.0, "none"), expected)
-    # With c = 0.5: R^O + R^T / 2 = 1.1 0.3 0.9 0.5, mean 0.7.
-    expected = [[0.4, 0.5], [-0.4, -0.5], [0.2], [-0.2]]
-    assert_rows(turn_advantages(rewards, "mt_grpo", 4, 0.5, "none"), expected)
-
-
-def test_none_per_rollout_is_left_out():
-    # Turn rewards of the first two only: mean 0.4, -0.2 and 0.2. The third keeps its outcome's advantage.
-    rewards = table([1, 0, 0.5], [[1, 0]] * 3, rollout_turn=[0.2, 0.6, None])
-    assert_rows(turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"), [[0.3, 0.5], [-0.3, -0.5], [0.0, 0.0]])
-
-
-# --- mt_grpo: a turn reward per turn ---------------------------------------------------------------------------------
-
 # Three calls and an answer, two calls and an answer, one call and an answer, an answer at once.
 CHAIN = dict(
     outcome=[1, 0, 0.5, 0.5],
     observed=[[1, 1, 1, 0], [1, 1, 0], [1, 0], [0]],
     turn=[[0.2, 0.4, 0.6, None], [0.6, 0.0, None], [0.4, None], [None]],
 )
+PAPER = dict(outcome=[1, 0, 0.5], observed=[[1, 0]] * 3, rollout_turn=[0.2, 0.2, 0.8])
+NO_CALLS = dict(outcome=[1, 0, 1, 0], observed=[[0]] * 4, turn=[[0.5], [0.5], [0], [1]])
+LONG = dict(outcome=[1, 0], observed=[[1, 1, 0], [1, 0]], turn=[[0.2, 0.6, None], [0.4, None]])
+SILENT = dict(outcome=[1, 0, 0.5, 0.5], observed=[[1, 0], [1, 0], [0], [0]], rollout_turn=[0.2, 0.6, 0.8, 0])
+LEAVE_ONE_OUT = {"state_baseline": "leave_one_out"}
+UP, TOP = 0.865875, 1.224445
+
+BY_HAND = {  # estimator -> what is shown -> (rewards, group size, scaling, advantages, coefficient and others)
+    "outcome": {
+        "every turn gets the same, whatever its own reward": (
+            dict(outcome=[1, 0, 1, 0], observed=[[1, 0], [1, 0], [0], [1, 1, 0]],
+                 turn=[[9, 9], [0, 0], [3], [1, 2, 3]]), 4, "group",
+            [[UP] * 2, [-UP] * 2, [UP], [-UP] * 3]),
+    },
+    "merged": {
+        # Totals: 1 + 0.2 + 0.4 = 1.6, 0 + 0.6 = 0.6, 0.5 + 0.5 = 1, 0 + 0 = 0; mean 0.8.
+        # Squares 0.64 + 0.04 + 0.04 + 0.64 = 1.36, std sqrt(1.36 / 3) = 0.673300; over 0.673400.
+        **{f"all turn rewards are added to the outcome, {scale}": (
+            dict(outcome=[1, 0, 0.5, 0], observed=[[1, 1, 0], [1, 0], [0], [1, 0]],
+                 turn=[[0.2, None, 0.4], [None, 0.6], [0.5], [None, None]]),
+            4, scale, [[a] * 3, [-b] * 2, [b], [-a] * 2]) for scale, a, b in (
+                ("none", 0.8, 0.2), ("group", 1.187999, 0.297))},
+        "a reward per rollout counts once": (
+            dict(outcome=[1, 0], observed=[[1, 1, 0], [0]], rollout_turn=[0.2, 0.6]), 2, "none", [[0.3] * 3, [-0.3]]),
+    },
+    "mt_grpo": {
+        # norm(R^O) = 0.5 -0.5 0; norm(R^T) = -0.2 -0.2 0.4. The call gets both, the answer the outcome's only.
+        "the paper's two turns": (PAPER, 3, "none", [[0.3, 0.5], [-0.7, -0.5], [0.4, 0.0]]),
+        "half of the turn's": (PAPER, 3, "none", [[0.4, 0.5], [-0.6, -0.5], [0.2, 0.0]], 0.5),
+        # Std of the outcomes 0.5: 0.5 / 0.5001 = 0.999800. Of the turn rewards sqrt(0.12): -0.577184, 1.154368.
+        "scaled": (PAPER, 3, "group", [[0.422616, 0.999800], [-1.576984, -0.999800], [1.154368, 0.0]]),
+        # Outcomes centred 0.5 -0.5 | 1.5 -1.5, std sqrt(5 / 3), over 1.291094: 0.387269, 1.161806.
+        # Turn rewards centred -0.2 0.2 | 0 0, std sqrt(0.08 / 3) = 0.163299, over 0.163399: 1.223995.
+        "scaled by the batch": (
+            dict(outcome=[1, 0, 3, 0], observed=[[1, 0]] * 4, rollout_turn=[0.2, 0.6, 0.4, 0.4]), 2, "batch",
+            [[-0.836726, 0.387269], [0.836726, -0.387269], [1.161806, 1.161806], [-1.161806, -1.161806]]),
+        "a reward per rollout goes to the first observed turn only": (
+            dict(outcome=[1, 0], observed=[[1, 1, 1, 0], [1, 0]], rollout_turn=[0.2, 0.6]), 2, "none",
+            [[0.3, 0.5, 0.5, 0.5], [-0.3, -0.5]]),
+        "it covers the turns up to the first observation": (
+            dict(outcome=[1, 0], observed=[[0, 1, 0], [1, 0]], rollout_turn=[0.2, 0.6]), 2, "none",
+            [[0.3, 0.3, 0.5], [-0.3, -0.5]]),
+        # Per rollout: norm(R^O) = 0.5 -0.5 0 0; norm(R^T) over all four, mean 0.4: -0.2 0.2 0.4 -0.4.
+        # Silent rollouts: R^O + R^T = 1.2 0.6 1.3 0.5, mean 0.9: the last two 0.4 and -0.4.
+        # With c = 0.5: R^O + R^T / 2 = 1.1 0.3 0.9 0.5, mean 0.7.
+        "without a call the sums are compared": (SILENT, 4, "none", [[0.3, 0.5], [-0.3, -0.5], [0.4], [-0.4]]),
+        "with half of the turn's": (SILENT, 4, "none", [[0.4, 0.5], [-0.4, -0.5], [0.2], [-0.2]], 0.5),
+        # Turn rewards of the first two only: mean 0.4, -0.2 and 0.2. The third keeps its outcome's advantage.
+        "None per rollout is left out": (
+            {**PAPER, "rollout_turn": [0.2, 0.6, None]}, 3, "none", [[0.3, 0.5], [-0.3, -0.5], [0.0, 0.0]]),
+        # norm(R^O) = 0.5 -0.5 0 0. Turn 0 of three rollouts, mean 0.4: -0.2 0.2 0. Turn 1 of two, mean 0.2: 0.2 -0.2.
+        # Turn 2 of one survivor: 0. The silent one: R^O + R^T = 2.2 0.6 0.9 0.5, mean 1.05: -0.55.
+        "unequal rollouts": (CHAIN, 4, "none", [[0.3, 0.7, 0.5, 0.5], [-0.3, -0.7, -0.5], [0.0, 0.0], [-0.55]]),
+        # c = 2: the silent one: R^O + 2 R^T = 3.4 1.2 1.3 0.5, mean 1.6: -1.1.
+        "twice the turn's": (CHAIN, 4, "none", [[0.1, 0.9, 0.5, 0.5], [-0.1, -0.9, -0.5], [0.0, 0.0], [-1.1]], 2.0),
+        # Outcomes: std sqrt(0.5 / 3), 0.5 / 0.408348 = 1.224445. Turn 0: std 0.2, 0.2 / 0.2001 = 0.999500. Turn 1: std
+        # 0.282843, 0.2 / 0.282943 = 0.706857. The silent one: std sqrt(1.85 / 3) = 0.785281, -0.55 / 0.785381.
+        "unequal and scaled": (
+            CHAIN, 4, "group",
+            [[0.224945, 1.931302, TOP, TOP], [-0.224945, -1.931302, -TOP], [0.0, 0.0], [-0.700297]]),
+        # Turn rewards of both turns form one set: centred -0.2 0.2 | 0.5 (alone: compared with none, and no spread),
+        # two values, std 0.282843; 0.2 / 0.282943 = 0.706857. Outcomes 0.5 -0.5: 0.5 / 0.707207 = 0.707007.
+        "unequal and scaled by the batch": (
+            {**LONG, "turn": [[0.2, 0.5, None], [0.6, None]]}, 2, "batch",
+            [[0.000150, 0.707007, 0.707007], [-0.000150, -0.707007]]),
+        # norm(R^O) = 2/3 -1/3 -1/3. Turn 0, mean 0.4: -0.2 -0.2 0.4. Turn 1, mean 2: 3 -3 0. Turn 2: 7 is alone.
+        "a number counts whether or not something was read behind its turn": (
+            dict(outcome=[1, 0, 0], observed=[[1, 0], [1, 0], [1, 1, 0]], turn=[[0.2, 5], [0.2, -1], [0.8, 2, 7]]),
+            3, "none", [[2 / 3 - 0.2, 2 / 3 + 3], [-1 / 3 - 0.2, -1 / 3 - 3], [-1 / 3 + 0.4, -1 / 3, -1 / 3]]),
+        # A game pays 0.1 for its first move and 1 or -1 when it is over. Turn 1: mean 0, std sqrt(2): 1 / 1.414314.
+        "the turn that ends a game counts": (
+            dict(outcome=[0, 0], observed=[[1, 1], [1, 1]], turn=[[0.1, 1.0], [0.1, -1.0]]), 2, "group",
+            [[0.0, 0.707057], [0.0, -0.707057]]),
+        # norm(R^O) = 0. Turn 0 of all three, mean 0.2: 0.1 0.1 -0.2. The silent one: R^T = 0.3 0.3 0, mean 0.2: -0.2.
+        "without observation a rollout is compared and gets no second term": (
+            dict(outcome=[1, 1, 1], observed=[[1, 0], [1, 0], [0]], turn=[[0.3, None], [0.3, None], [0.0]]), 3, "none",
+            [[0.1, 0.0], [0.1, 0.0], [-0.2]]),
+        "a turn without reward keeps the outcome's advantage": (
+            dict(outcome=[1, 0, 0.5], observed=[[1, 0]] * 3, turn=[[0.2, None], [None, None], [0.6, None]]), 3, "none",
+            [[0.3, 0.5], [-0.5, -0.5], [0.2, 0.0]]),
+        # Per rollout, mean 0.5: 0.5 -0.5 on turn 0. Per turn: turn 0 -0.2 0.2, turn 1 0.1 -0.1.
+        "both forms of turn reward add up": (
+            dict(outcome=[1, 1], observed=[[1, 1, 0], [1, 1, 0]], turn=[[0.2, 0.4, None], [0.6, 0.2, None]],
+                 rollout_turn=[1.0, 0.0]), 2, "none", [[0.3, 0.1, 0.0], [-0.3, -0.1, 0.0]]),
+        # R^O + R^T = 1.5 0.5 1 1, mean 1; std sqrt(0.5 / 3), 0.5 / 0.408348.
+        "nobody called a tool": (NO_CALLS, 4, "none", [[0.5], [-0.5], [0.0], [0.0]]),
+        "nobody called a tool, scaled": (NO_CALLS, 4, "group", [[TOP], [-TOP], [0.0], [0.0]]),
+        "groups do not touch each other": (
+            dict(outcome=CHAIN["outcome"] + [5, 5, 3, 3], observed=CHAIN["observed"] + [[1, 0]] * 4,
+                 turn=CHAIN["turn"] + [[8, None], [6, None], [7, None], [7, None]]), 4, "none",
+            [[0.3, 0.7, 0.5, 0.5], [-0.3, -0.7, -0.5], [0.0, 0.0], [-0.55], [2, 1], [0, 1], [-1, -1], [-1, -1]]),
+    },
+    "turn_return": {
+        # Returns to go: 1.2 1.0 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.55; turn 1, mean 1/3; turn 2, mean 0.3;
+        # turn 3 is one survivor. norm(R^O) = 0.5 -0.5 0 0.
+        "unequal rollouts": (
+            CHAIN, 4, "none",
+            [[0.5 + 0.65, 0.5 + 2 / 3, 0.5 + 0.3, 0.5], [-0.45, -0.5 - 1 / 3, -0.8], [-0.15, -1 / 3], [-0.55]]),
+        # gamma 0.5: 0.55 0.7 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.3875; turn 1, mean 0.7 / 3; turn 2, mean 0.3.
+        "a discount and a coefficient": (
+            CHAIN, 4, "none",
+            [[0.825, 0.5 + 1.4 * 2 / 3, 1.1, 0.5], [-0.075, -0.5 - 1.4 / 3, -1.1], [0.025, -1.4 / 3], [-0.775]],
+            2.0, 0.5),
+        # gamma 0 leaves a turn its own reward, compared with everyone who stood there, callers or not.
+        # Turn 0: 0.2 0.6 0.4 0, mean 0.3. Turn 1: 0.4 0 0, mean 0.4 / 3. Turn 2: 0.6 0.
+        "without future": (
+            CHAIN, 4, "none", [[0.4, 0.5 + 0.8 / 3, 0.8, 0.5], [-0.2, -0.5 - 0.4 / 3, -0.8], [0.1, -0.4 / 3], [-0.3]],
+            1.0, 0.0),
+        # Turn 0: 0.65 0.05 -0.15 -0.55, squares 0.75, std sqrt(0.25) = 0.5, over 0.5001. Turn 1: 2/3 -1/3 -1/3, std
+        # 0.577350, over 0.577450. Turn 2: 0.3 -0.3, std 0.424264, over 0.424364.
+        "scaled": (
+            CHAIN, 4, "group",
+            [[TOP + 1.299740, TOP + 1.154501, TOP + 0.706940, TOP],
+             [-TOP + 0.099980, -TOP - 0.577250, -TOP - 0.706940], [-0.299940, -0.577250], [-1.099780]]),
+        # Returns 0.4 0.4 0 | 0.6 0. Turn 0, mean 0.5; turn 1, mean 0.2.
+        "None counts as zero": (
+            dict(outcome=[1, 1], observed=[[1, 1, 0], [1, 0]], turn=[[None, 0.4, None], [0.6, None]]), 2, "none",
+            [[-0.1, 0.2, 0.0], [0.1, -0.2]]),
+        # Returns 0.2 + 0.1 + 1 = 1.3, 0.1 + 1 = 1.1 | 0.4. Turn 0: mean 0.85; turn 1 is alone. A rollout without an
+        # outcome is in no comparison.
+        "an outcome in the return stands beside the turn's own reward": (
+            dict(outcome=[1, 0, None], observed=[[1, 0], [0], [0]], turn=[[0.2, 0.1], [0.4], [9]]), 3, "none",
+            [[0.95, 0.5], [-0.95], [0.0]], 1.0, 1.0, {"outcome_in_return": True}),
+    },
+    "gigpo": {
+        # Returns as for turn_return. State 0: mean 0.55. State 1: 1.0 (turn 1), 0 (turn 2), 0 (turn 1), mean 1/3.
+        # State 2: 0.6 (turn 2), 0 (turn 1), mean 0.3. State 3: one visit.
+        "turns in the same state": (
+            {**CHAIN, "state": [[0, 1, 2, 3], [0, 2, 1], [0, 1], [0]]}, 4, "none",
+            [[1.15, 0.5 + 2 / 3, 0.8, 0.5], [-0.45, -0.8, -0.5 - 1 / 3], [-0.15, -1 / 3], [-0.55]]),
+        # Returns 0.6 0.2 | 0.1, all in state 5: mean 0.3.
+        "a state that comes back": (
+            dict(outcome=[1, 1], observed=[[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]]), 2, "none",
+            [[0.3, -0.1], [-0.2]]),
+        # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4. In the second group a state that
+        # one turn was in, and one that two were in: 0.5 against 0.1.
+        "a value is left out of its own baseline": (
+            dict(outcome=[1] * 4, observed=[[1, 1], [1], [1, 1], [1]], turn=[[0.4, 0.2], [0.1], [0.2, 0.3], [0.1]],
+                 state=[[5, 5], [5], [5, 6], [5]]), 2, "none", [[0.45, -0.15], [-0.3], [0.4, 0.0], [-0.4]],
+            1.0, 1.0, LEAVE_ONE_OUT),
+        # The same state in two groups is two sets: (0.4, 0.2) and (1.0, 0.0).
+        "groups are apart": (
+            dict(outcome=[0] * 4, observed=[[1]] * 4, turn=[[0.4], [0.2], [1.0], [0.0]], state=[[5]] * 4), 2, "none",
+            [[0.1], [-0.1], [0.5], [-0.5]]),
+    },
+    "zero_sum": {
+        # 0.2 0.4 0.6 around 0.4; 0.6 0 around 0.3; one reward and none: no shift.
+        "within a rollout": (CHAIN, 4, "none", [[0.3, 0.5, 0.7, 0.5], [-0.2, -0.8, -0.5], [0.0, 0.0], [0.0]]),
+        "twice": (CHAIN, 4, "none", [[0.1, 0.5, 0.9, 0.5], [0.1, -1.1, -0.5], [0.0, 0.0], [0.0]], 2.0),
+        "no place for a reward per rollout": (
+            dict(outcome=[1, 0], observed=[[1, 0], [1, 0]], rollout_turn=[0.2, 0.6]), 2, "none",
+            [[0.5, 0.5], [-0.5, -0.5]]),
+    },
+}  # fmt: skip
+OF_RETURNS = {
+    # Returns 0.8 0.6 0 | 0.4 0: centred 0.2 -0.2, 0.3 -0.3 and one alone; four values, std sqrt(0.26 / 3) = 0.294392,
+    # over 0.294492: 0.679136 and 1.018703. Outcomes 0.707007.
+    "returns scaled by the batch": (
+        LONG, 2, "batch", [[1.386143, 1.725710, 0.707007], [-1.386143, -1.725710]]),
+    # norm(R^O) = 0.5 -0.5 0.5 -0.5; returns 0.5 0.5 0 1, mean 0.5.
+    "returns of nobody who called a tool": (NO_CALLS, 4, "none", [[0.5], [-0.5], [0.0], [0.0]]),
+    # Mean 0.4: -0.2 on the first's turns up to its first observation, 0.2 on all turns of the one that never called.
+    "a reward per rollout beside returns": (
+        dict(outcome=[1, 0], observed=[[1, 1, 0], [0]], rollout_turn=[0.2, 0.6]), 2, "none",
+        [[0.3, 0.5, 0.5], [-0.3]]),
+}  # fmt: skip
+BY_HAND["turn_return"] |= OF_RETURNS
+BY_HAND["gigpo"] |= OF_RETURNS
+
+
+@pytest.mark.contract("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "state_baseline", "zero_sum")
+@pytest.mark.parametrize("name, shown", [(name, shown) for name in BY_HAND for shown in BY_HAND[name]])
+def test_advantages_by_hand(name, shown):
+    rewards, group_size, scale, expected, *more = BY_HAND[name][shown]
+    coef, discount, others = (*more, *(1.0, 1.0, {})[len(more) :])
+    assert_rows(turn_advantages(table(**rewards), name, group_size, coef, scale, discount, **others), expected)
 
 
 @pytest.mark.parametrize("rewards", [(0.1, 0.2, 0.3, 0.4), (10.0, -10.0, 0.1, 0.7), (1e5, 0.3, -1e5)])
@@ -297,97 +339,6 @@ def test_values_that_differ_by_a_hundred_thousandth_differ(value):
     assert norm(torch.tensor([value, value * (1 + 1e-5)]), 2).abs().min() > 1e-4
 
 
-def test_a_table_without_tokens_has_one_token_per_turn():
-    assert doctest_batch().num_tokens.tolist() == [[1, 1, 1], [1, 1, 0]]
-
-
-def test_unequal_rollouts_in_one_group():
-    # norm(R^O) = 0.5 -0.5 0 0. Turn 0 of three rollouts, mean 0.4: -0.2 0.2 0. Turn 1 of two, mean 0.2: 0.2 -0.2.
-    # Turn 2 of one survivor: 0. The silent one: R^O + R^T = 2.2 0.6 0.9 0.5, mean 1.05: -0.55.
-    assert_rows(
-        turn_advantages(table(**CHAIN), "mt_grpo", 4, 1.0, "none"),
-        [[0.3, 0.7, 0.5, 0.5], [-0.3, -0.7, -0.5], [0.0, 0.0], [-0.55]],
-    )
-    # c = 2: the silent one: R^O + 2 R^T = 3.4 1.2 1.3 0.5, mean 1.6: -1.1.
-    assert_rows(
-        turn_advantages(table(**CHAIN), "mt_grpo", 4, 2.0, "none"),
-        [[0.1, 0.9, 0.5, 0.5], [-0.1, -0.9, -0.5], [0.0, 0.0], [-1.1]],
-    )
-
-
-def test_unequal_rollouts_in_one_group_scaled():
-    # Outcomes: std sqrt(0.5 / 3) = 0.408248, 0.5 / 0.408348 = 1.224445. Turn 0: std 0.2, 0.2 / 0.2001 = 0.999500.
-    # Turn 1: std 0.282843, 0.2 / 0.282943 = 0.706857. The silent one: std sqrt(1.85 / 3) = 0.785281, -0.55 / 0.785381.
-    assert_rows(
-        turn_advantages(table(**CHAIN), "mt_grpo", 4, 1.0, "group"),
-        [[0.224945, 1.931302, 1.224445, 1.224445], [-0.224945, -1.931302, -1.224445], [0.0, 0.0], [-0.700297]],
-    )
-
-
-def test_unequal_rollouts_scaled_by_the_batch():
-    # Turn rewards of both turns form one set: centred -0.2 0.2 | 0.5 (alone: compared with none, and no spread), two
-    # values, std 0.282843; 0.2 / 0.282943 = 0.706857. Outcomes 0.5 -0.5: std 0.707107, 0.5 / 0.707207 = 0.707007.
-    rewards = table([1, 0], [[1, 1, 0], [1, 0]], turn=[[0.2, 0.5, None], [0.6, None]])
-    assert_rows(
-        turn_advantages(rewards, "mt_grpo", 2, 1.0, "batch"),
-        [[0.000150, 0.707007, 0.707007], [-0.000150, -0.707007]],
-    )
-
-
-def test_a_number_counts_whether_or_not_something_was_read_behind_its_turn():
-    """None counts nowhere, and a number is compared with all numbers of its turn."""
-    rewards = table([1, 0, 0], [[1, 0], [1, 0], [1, 1, 0]], turn=[[0.2, 5], [0.2, -1], [0.8, 2, 7]])
-    # norm(R^O) = 2/3 -1/3 -1/3. Turn 0, mean 0.4: -0.2 -0.2 0.4. Turn 1, mean 2: 3 -3 0. Turn 2: 7 is alone.
-    assert_rows(
-        turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"),
-        [[2 / 3 - 0.2, 2 / 3 + 3], [-1 / 3 - 0.2, -1 / 3 - 3], [-1 / 3 + 0.4, -1 / 3, -1 / 3]],
-    )
-
-
-def test_the_reward_of_the_turn_that_ends_a_game_counts():
-    """A game that pays 0.1 for its first move and 1 or -1 where it is over, with nothing to read behind that."""
-    rewards = table([0, 0], [[1, 1], [1, 1]], turn=[[0.1, 1.0], [0.1, -1.0]])
-    # Turn 0: equal. Turn 1: mean 0, std sqrt(2): 1 / 1.414314.
-    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), [[0.0, 0.707057], [0.0, -0.707057]])
-
-
-def test_a_rollout_without_observation_is_in_the_comparison_and_gets_no_second_term():
-    # norm(R^O) = 0. Turn 0 of all three, mean 0.2: 0.1 0.1 -0.2. The silent one: R^T = 0.3 0.3 0, mean 0.2: -0.2.
-    rewards = table([1, 1, 1], [[1, 0], [1, 0], [0]], turn=[[0.3, None], [0.3, None], [0.0]])
-    assert_rows(turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"), [[0.1, 0.0], [0.1, 0.0], [-0.2]])
-
-
-def test_a_turn_without_reward_keeps_the_outcomes_advantage():
-    rewards = table([1, 0, 0.5], [[1, 0]] * 3, turn=[[0.2, None], [None, None], [0.6, None]])
-    assert_rows(turn_advantages(rewards, "mt_grpo", 3, 1.0, "none"), [[0.3, 0.5], [-0.5, -0.5], [0.2, 0.0]])
-
-
-def test_both_forms_of_turn_reward_add_up():
-    # Outcomes equal. Per rollout, mean 0.5: 0.5 -0.5 on turn 0. Per turn: turn 0 -0.2 0.2, turn 1 0.1 -0.1.
-    rewards = table([1, 1], [[1, 1, 0], [1, 1, 0]], turn=[[0.2, 0.4, None], [0.6, 0.2, None]], rollout_turn=[1.0, 0.0])
-    assert_rows(turn_advantages(rewards, "mt_grpo", 2, 1.0, "none"), [[0.3, 0.1, 0.0], [-0.3, -0.1, 0.0]])
-
-
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_a_group_where_nobody_called_a_tool(scale):
-    # R^O + R^T = 1.5 0.5 1 1, mean 1; std sqrt(0.5 / 3), 0.5 / 0.408348.
-    rewards = table([1, 0, 1, 0], [[0]] * 4, turn=[[0.5], [0.5], [0], [1]])
-    top = 1.224445 if scale == "group" else 0.5
-    assert_rows(turn_advantages(rewards, "mt_grpo", 4, 1.0, scale), [[top], [-top], [0.0], [0.0]])
-
-
-def test_groups_do_not_touch_each_other():
-    rewards = table(
-        CHAIN["outcome"] + [5, 5, 3, 3],
-        CHAIN["observed"] + [[1, 0]] * 4,
-        turn=CHAIN["turn"] + [[8, None], [6, None], [7, None], [7, None]],
-    )
-    assert_rows(
-        turn_advantages(rewards, "mt_grpo", 4, 1.0, "none"),
-        [[0.3, 0.7, 0.5, 0.5], [-0.3, -0.7, -0.5], [0.0, 0.0], [-0.55], [2, 1], [0, 1], [-1, -1], [-1, -1]],
-    )
-
-
 @pytest.mark.contract("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum", "progress_credit")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_of_an_estimator(name):
@@ -395,9 +346,6 @@ def test_the_example_of_an_estimator(name):
     (example,) = doctest.DocTestFinder(recurse=False).find(CREDIT_ASSIGNMENTS[name], name)
     assert len([each for each in example.examples if each.want]) >= 1
     assert doctest.DocTestRunner().run(example).failed == 0
-
-
-# --- turn_return -----------------------------------------------------------------------------------------------------
 
 
 def test_returns_to_go_by_hand():
@@ -410,108 +358,6 @@ def test_returns_to_go_by_hand():
     torch.testing.assert_close(returns, expected + outcomes, equal_nan=True)
 
 
-def test_turn_return_of_unequal_rollouts():
-    # Returns to go: 1.2 1.0 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.55; turn 1, mean 1/3; turn 2, mean 0.3; turn 3
-    # is one survivor. norm(R^O) = 0.5 -0.5 0 0.
-    assert_rows(
-        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "none"),
-        [[0.5 + 0.65, 0.5 + 2 / 3, 0.5 + 0.3, 0.5], [-0.45, -0.5 - 1 / 3, -0.8], [-0.15, -1 / 3], [-0.55]],
-    )
-
-
-@pytest.mark.contract("turn_return")
-def test_turn_return_with_a_discount_and_a_coefficient():
-    # gamma 0.5: 0.55 0.7 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.3875; turn 1, mean 0.7 / 3; turn 2, mean 0.3.
-    assert_rows(
-        turn_advantages(table(**CHAIN), "turn_return", 4, 2.0, "none", discount=0.5),
-        [[0.825, 0.5 + 1.4 * 2 / 3, 1.1, 0.5], [-0.075, -0.5 - 1.4 / 3, -1.1], [0.025, -1.4 / 3], [-0.775]],
-    )
-
-
-def test_turn_return_without_future():
-    """gamma 0 leaves a turn its own reward, compared with everyone who stood there, callers or not."""
-    # Turn 0: 0.2 0.6 0.4 0, mean 0.3. Turn 1: 0.4 0 0, mean 0.4 / 3. Turn 2: 0.6 0.
-    assert_rows(
-        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "none", discount=0.0),
-        [[0.4, 0.5 + 0.8 / 3, 0.8, 0.5], [-0.2, -0.5 - 0.4 / 3, -0.8], [0.1, -0.4 / 3], [-0.3]],
-    )
-
-
-def test_turn_return_scaled_by_the_group():
-    # Outcomes 1.224445 (see above). Turn 0: 0.65 0.05 -0.15 -0.55, squares 0.75, std sqrt(0.25) = 0.5, over 0.5001.
-    # Turn 1: 2/3 -1/3 -1/3, std 0.577350, over 0.577450. Turn 2: 0.3 -0.3, std 0.424264, over 0.424364.
-    assert_rows(
-        turn_advantages(table(**CHAIN), "turn_return", 4, 1.0, "group"),
-        [
-            [1.224445 + 1.299740, 1.224445 + 1.154501, 1.224445 + 0.706940, 1.224445],
-            [-1.224445 + 0.099980, -1.224445 - 0.577250, -1.224445 - 0.706940],
-            [-0.299940, -0.577250],
-            [-1.099780],
-        ],
-    )
-
-
-@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
-def test_returns_scaled_by_the_batch(name):
-    # Returns 0.8 0.6 0 | 0.4 0: centred 0.2 -0.2, 0.3 -0.3 and one alone; four values, std sqrt(0.26 / 3) = 0.294392,
-    # over 0.294492: 0.679136 and 1.018703. Outcomes 0.707007.
-    rewards = table([1, 0], [[1, 1, 0], [1, 0]], turn=[[0.2, 0.6, None], [0.4, None]])
-    assert_rows(
-        turn_advantages(rewards, name, 2, 1.0, "batch"),
-        [[1.386143, 1.725710, 0.707007], [-1.386143, -1.725710]],
-    )
-
-
-def test_none_counts_as_zero_in_a_return():
-    # Returns 0.4 0.4 0 | 0.6 0. Turn 0, mean 0.5; turn 1, mean 0.2.
-    rewards = table([1, 1], [[1, 1, 0], [1, 0]], turn=[[None, 0.4, None], [0.6, None]])
-    assert_rows(turn_advantages(rewards, "turn_return", 2, 1.0, "none"), [[-0.1, 0.2, 0.0], [0.1, -0.2]])
-
-
-@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
-def test_returns_where_nobody_called_a_tool(name):
-    # norm(R^O) = 0.5 -0.5 0.5 -0.5; returns 0.5 0.5 0 1, mean 0.5.
-    rewards = table([1, 0, 1, 0], [[0]] * 4, turn=[[0.5], [0.5], [0], [1]])
-    assert_rows(turn_advantages(rewards, name, 4, 1.0, "none"), [[0.5], [-0.5], [0.0], [0.0]])
-
-
-@pytest.mark.parametrize("name", ["turn_return", "gigpo"])
-def test_a_reward_per_rollout_beside_returns(name):
-    # Mean 0.4: -0.2 on the first's turns up to its first observation, 0.2 on all turns of the one that never called.
-    rewards = table([1, 0], [[1, 1, 0], [0]], rollout_turn=[0.2, 0.6])
-    assert_rows(turn_advantages(rewards, name, 2, 1.0, "none"), [[0.3, 0.5, 0.5], [-0.3]])
-
-
-# --- gigpo -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.contract("gigpo")
-def test_gigpo_compares_turns_in_the_same_state():
-    # Returns as for turn_return. State 0: mean 0.55. State 1: 1.0 (turn 1), 0 (turn 2), 0 (turn 1), mean 1/3.
-    # State 2: 0.6 (turn 2), 0 (turn 1), mean 0.3. State 3: one visit.
-    rewards = table(**CHAIN, state=[[0, 1, 2, 3], [0, 2, 1], [0, 1], [0]])
-    assert_rows(
-        turn_advantages(rewards, "gigpo", 4, 1.0, "none"),
-        [[1.15, 0.5 + 2 / 3, 0.8, 0.5], [-0.45, -0.8, -0.5 - 1 / 3], [-0.15, -1 / 3], [-0.55]],
-    )
-
-
-def test_gigpo_where_a_state_comes_back():
-    # Returns 0.6 0.2 | 0.1, all in state 5: mean 0.3.
-    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]])
-    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.3, -0.1], [-0.2]])
-
-
-@pytest.mark.contract("state_baseline")
-def test_gigpo_leaves_a_value_out_of_its_own_baseline():
-    # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4. In the second group a state that one
-    # turn was in, and one that two were in: 0.5 against 0.1.
-    turn, state = [[0.4, 0.2], [0.1], [0.2, 0.3], [0.1]], [[5, 5], [5], [5, 6], [5]]
-    rewards = table([1] * 4, [[1, 1], [1], [1, 1], [1]], turn=turn, state=state)
-    advantages = turn_advantages(rewards, "gigpo", 2, 1.0, "none", state_baseline="leave_one_out")
-    assert_rows(advantages, [[0.45, -0.15], [-0.3], [0.4, 0.0], [-0.4]])
-
-
 @pytest.mark.contract("gigpo", "outcome_in_return")
 def test_gigpo_gives_credit_from_an_outcome_alone():
     # The last turns have 1 and 0: returns 0.25 0.5 1 | 0 0. State 0: 0.25, 0; state 1: 0.5, 0; state 2: one visit.
@@ -522,34 +368,9 @@ def test_gigpo_gives_credit_from_an_outcome_alone():
         assert_rows(advantages, [[0.625, 0.75, 0.5], [-0.625, -0.75]])
 
 
-def test_an_outcome_in_the_return_stands_beside_the_turns_own_reward():
-    # Returns 0.2 + 0.1 + 1 = 1.3, 0.1 + 1 = 1.1 | 0.4. Turn 0: mean 0.85; turn 1 is alone. A rollout without an
-    # outcome is in no comparison.
-    rewards = table([1, 0, None], [[1, 0], [0], [0]], turn=[[0.2, 0.1], [0.4], [9]])
-    advantages = turn_advantages(rewards, "turn_return", 3, 1.0, "none", outcome_in_return=True)
-    assert_rows(advantages, [[0.95, 0.5], [-0.95], [0.0]])
-
-
-def test_gigpo_keeps_groups_apart():
-    # The same state in two groups is two sets: (0.4, 0.2) and (1.0, 0.0).
-    rewards = table([0] * 4, [[1]] * 4, turn=[[0.4], [0.2], [1.0], [0.0]], state=[[5]] * 4)
-    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.1], [-0.1], [0.5], [-0.5]])
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
-    for seed in range(5):
-        rewards = random_table(seed)
-        by_turn = replace(rewards, state=torch.arange(4).expand(30, 4).where(rewards.sampled, -1))
-        actual, expected = (turn_advantages(by_turn, name, 6, 0.7, scale, 0.9) for name in ("gigpo", "turn_return"))
-        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
-
-
-# --- progress_credit -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("progress_credit")
-def test_progress_is_shared_by_the_turns_up_to_it():
+def test_progress_by_hand():
+    """Over the tokens of a rollout the shift sums to zero, whatever the scores."""
     # Scores 0.2 None 0.8 0.5. Turn 2 makes 0.6: turns 0 to 2 get 0.25, 0.5, 1 over 1.75 of it. Turn 3 makes -0.3:
     # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16; their mean over 10, 20, 10 and 10
     # tokens is 0.086286.
@@ -559,24 +380,14 @@ def test_progress_is_shared_by_the_turns_up_to_it():
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.5), expected)
     halved = [[value / 2 for value in row] for row in expected]
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 0.5, "group", 0.5), halved)
-
-
-def test_progress_of_the_turn_alone_without_a_discount_to_earlier_ones():
     # discount 0: each turn its own: 0, 0.3, -0.1, less their mean 0.2 / 3 over tokens (all turns have one).
     rewards = table([1, 0], [[1, 1, 0], [0]], turn=[[0.1, 0.4, 0.3], [None]])
     expected = [[0.5 - 0.2 / 3, 0.5 + 0.3 - 0.2 / 3, 0.5 - 0.1 - 0.2 / 3], [-0.5]]
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.0), expected)
-
-
-def test_the_mean_of_progress_over_a_single_trained_token():
     # Progress 0.4, of which each turn gets 0.2; turn 0 is not trained, so that the mean is that of turn 1's one token.
     rewards = table([0, 0], [[1, 0], [1, 0]], turn=[[0.2, 0.6], [None, None]])
     rewards.num_tokens = torch.tensor([[0, 1], [0, 0]])
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none"), [[0.0, 0.0], [0.0, 0.0]])
-
-
-def test_progress_moves_no_rollout_against_another():
-    """Over the tokens of a rollout the shift sums to zero, whatever the scores."""
     for seed in range(5):
         rewards = random_table(seed)
         tokens = torch.randint(1, 50, rewards.turn.shape, generator=torch.Generator().manual_seed(seed))
@@ -586,31 +397,12 @@ def test_progress_moves_no_rollout_against_another():
         assert (shift * rewards.num_tokens).sum(1).abs().max() < 1e-4 and shift.abs().max() > 0.1
 
 
-# --- zero_sum --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.contract("zero_sum")
-def test_zero_sum_shifts_within_a_rollout():
-    # 0.2 0.4 0.6 around 0.4; 0.6 0 around 0.3; one reward and none: no shift.
-    expected = [[0.3, 0.5, 0.7, 0.5], [-0.2, -0.8, -0.5], [0.0, 0.0], [0.0]]
-    assert_rows(turn_advantages(table(**CHAIN), "zero_sum", 4, 1.0, "none"), expected)
-    expected = [[0.1, 0.5, 0.9, 0.5], [0.1, -1.1, -0.5], [0.0, 0.0], [0.0]]
-    assert_rows(turn_advantages(table(**CHAIN), "zero_sum", 4, 2.0, "none"), expected)
-
-
 def test_zero_sum_teaches_where_all_outcomes_are_equal():
     rewards = table([0, 0], [[1, 1, 0], [1, 1, 0]], turn=[[0.5, 0, None], [0.5, 0, None]])
     assert_rows(turn_advantages(rewards, "zero_sum", 2, 1.0, "group"), [[0.25, -0.25, 0.0]] * 2)
     for name in ("outcome", "merged", "mt_grpo", "turn_return", "gigpo"):
         assert turn_advantages(rewards, name, 2, 1.0, "group").eq(0).all()
 
-
-def test_zero_sum_has_no_place_for_a_reward_per_rollout():
-    rewards = table([1, 0], [[1, 0], [1, 0]], rollout_turn=[0.2, 0.6])
-    assert_rows(turn_advantages(rewards, "zero_sum", 2, 1.0, "none"), [[0.5, 0.5], [-0.5, -0.5]])
-
-
-# --- the gradient ----------------------------------------------------------------------------------------------------
 
 OUTCOMES = torch.tensor([[0.4, 0.4], [0.9, 0.1], [0.2, 1.0]]).double()  # [first action, second action] -> R^O
 CALL_REWARDS = torch.tensor([0.0, 0.7, 0.2]).double()  # first action (0: no call, its second action is not taken)
@@ -657,9 +449,6 @@ def test_the_gradient_of_a_toy_policy(name, per_turn):
     error = per_group.std(0) / groups**0.5
     assert (true.abs() > 20 * error).sum() >= 5  # there is a gradient to find
     assert ((per_group.mean(0) - true * (size - 1) / size).abs() < 4 * error).all()
-
-
-# --- what holds for all of them --------------------------------------------------------------------------------------
 
 
 def random_table(seed: int, num_groups: int = 5, group_size: int = 6, num_turns: int = 4) -> RewardTable:
@@ -722,69 +511,50 @@ def test_a_constant_added_to_all_outcomes_changes_nothing(name):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_coefficient_zero_is_outcome(scale):
+def test_coefficient_zero_is_outcome_and_gigpo_with_a_state_per_turn_is_turn_return(scale):
     for seed in range(5):
         rewards = random_table(seed)
         assert torch.equal(
             turn_advantages(rewards, "mt_grpo", 6, 0.0, scale), turn_advantages(rewards, "outcome", 6, 1.0, scale)
         )
+    for seed in range(5):
+        rewards = random_table(seed)
+        by_turn = replace(rewards, state=torch.arange(4).expand(30, 4).where(rewards.sampled, -1))
+        actual, expected = (turn_advantages(by_turn, name, 6, 0.7, scale, 0.9) for name in ("gigpo", "turn_return"))
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", NAMES)
-def test_identical_rewards_give_exactly_zero(name, scale):
+def test_where_nothing_can_be_compared_the_advantage_is_exactly_zero(name, scale):
+    """For equal rewards, in a group of one, and without any outcome."""
     turn = [1 / 3, 1 / 3 if name in WITHIN else 0.7, None]  # none of them exact in binary
-    rewards = table([0.1] * 7, [[1, 1, 0]] * 7, turn=[turn] * 7, rollout_turn=[0.3] * 7)
-    assert turn_advantages(rewards, name, 7, 1.3, scale).eq(0).all()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_group_of_one_has_no_advantage(name, scale):
-    rewards = random_table(7, num_groups=4, group_size=1)
+    equal = table([0.1] * 7, [[1, 1, 0]] * 7, turn=[turn] * 7, rollout_turn=[0.3] * 7)
+    alone = random_table(7, num_groups=4, group_size=1)
     if name in WITHIN:
-        rewards.turn[:] = NAN
-    rewards.state[:] = torch.arange(4)  # nor does gigpo compare turns of one rollout that are in different states
-    assert turn_advantages(rewards, name, 1, 1.0, scale).eq(0).all()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", NAMES)
-def test_without_any_outcome_the_advantage_is_zero(name, scale):
-    rewards = table([None] * 4, [[1, 0], [1, 0], [0], [0]], turn=[[1, 2], [3, 4], [5], [6]], rollout_turn=[1, 2, 3, 4])
-    assert turn_advantages(rewards, name, 4, 1.0, scale).eq(0).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_rollout_without_outcome_gets_zero_and_the_others_are_compared_without_it(name):
-    rewards = table([1, None, 0], [[1, 0]] * 3)
-    assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), [[0.5, 0.5], [0.0, 0.0], [-0.5, -0.5]])
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("mt_grpo", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),  # 0.2 and 0.6, mean 0.4; the 10 is in no baseline
-        ("turn_return", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),
-        ("gigpo", [[-0.2, 0.0], [0.0, 0.0], [0.2, 0.0]]),
-        ("merged", [[-0.2, -0.2], [0.0, 0.0], [0.2, 0.2]]),
-    ],
-)
-@pytest.mark.parametrize("per_rollout", [False, True])
-def test_turn_rewards_of_a_rollout_without_outcome_are_in_no_baseline(name, expected, per_rollout):
-    values = [0.2, 10, 0.6]
-    rewards = (
-        table([1, None, 1], [[1, 0]] * 3, rollout_turn=values)
-        if per_rollout
-        else table([1, None, 1], [[1, 0]] * 3, turn=[[value, None] for value in values])
-    )
-    assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), expected)
+        alone.turn[:] = NAN
+    alone.state[:] = torch.arange(4)  # nor does gigpo compare turns of one rollout that are in different states
+    none = table([None] * 4, [[1, 0], [1, 0], [0], [0]], turn=[[1, 2], [3, 4], [5], [6]], rollout_turn=[1, 2, 3, 4])
+    for rewards, group_size, coef in ((equal, 7, 1.3), (alone, 1, 1.0), (none, 4, 1.0)):
+        assert turn_advantages(rewards, name, group_size, coef, scale).eq(0).all(), group_size
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_turn_rewards_all_are_outcome(name):
+    """A rollout without outcome gets zero, and the others are compared without it."""
     rewards = table([1, 0, 0.5, 0.5], CHAIN["observed"])
     assert_rows(turn_advantages(rewards, name, 4, 1.0, "none"), [[0.5] * 4, [-0.5] * 3, [0.0] * 2, [0.0]])
+    rewards = table([1, None, 0], [[1, 0]] * 3)
+    assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), [[0.5, 0.5], [0.0, 0.0], [-0.5, -0.5]])
+
+
+@pytest.mark.parametrize("name", ["mt_grpo", "turn_return", "gigpo", "merged"])
+def test_turn_rewards_of_a_rollout_without_outcome_are_in_no_baseline(name):
+    """0.2 and 0.6, mean 0.4; the 10 is in no baseline."""
+    last, values = 0.2 * (name == "merged"), [0.2, 10, 0.6]
+    for given in ({"rollout_turn": values}, {"turn": [[value, None] for value in values]}):
+        rewards = table([1, None, 1], [[1, 0]] * 3, **given)
+        assert_rows(turn_advantages(rewards, name, 3, 1.0, "none"), [[-0.2, -last], [0.0, 0.0], [0.2, last]])
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -796,9 +566,6 @@ def test_finite_whatever_is_missing(name, scale):
         advantages = turn_advantages(rewards, name, 6, 1.0, scale)
         assert advantages.shape == (30, 4) and advantages.isfinite().all()
         assert advantages[rewards.outcome.isnan()].eq(0).all()
-
-
-# --- numbers that count ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -844,22 +611,9 @@ def test_numbers_that_move_by_hand():
     assert moving_numbers(rewards, "merged", 2, 1.0)["turn"].tolist()[0] == [True, True]
     assert moving_numbers(rewards, "turn_return", 2, 1.0, 1.0)["turn"].tolist()[0] == [True, True]
     assert moving_numbers(rewards, "turn_return", 2, 1.0, 0.0)["turn"].tolist()[0] == [True, True]
-
-
-def test_numbers_that_move_in_the_doctests_batch():
-    masks = moving_numbers(doctest_batch(), "mt_grpo", 2, 1.0)
-    assert masks["turn"].tolist() == [[True, False, False], [True, False, False]]  # A's 0.6 is alone at its turn
-    masks = moving_numbers(doctest_batch(), "outcome", 2, 1.0)
-    assert masks["outcome"].all() and not masks["turn"].any()
-
-
-def test_numbers_that_move_draw_no_random_number_of_the_run():
     state = torch.get_rng_state()
     moving_numbers(random_table(1), "gigpo", 6, 1.0)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_all_numbers_move_an_advantage_of_an_estimator_without_gradients():
     rewards = table([1, 0], [[1, 0], [1]], turn=[[0.2, 5], [0.4]])
     masks = numbers_that_move(rewards, lambda t: (t.outcome.numpy() - 0.5)[:, None] * t.sampled)
     assert masks["outcome"].all() and masks["turn"].tolist() == [[True, True], [True, False]]
@@ -884,16 +638,6 @@ def test_sums_that_float32_cannot_compare_end_the_run(coef, reward):
     check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), 3, 1.0)
 
 
-# --- token advantages ------------------------------------------------------------------------------------------------
-
-
-def test_token_advantages_of_a_two_turn_rollout():
-    # ob=[1 2] ac=[10 11] ob+=[20 21] ac=[30], one token of padding.
-    advantages, turn_ids = torch.tensor([[0.3, 0.5]]), torch.tensor([[0, 0, -1, -1, 1, -1]])
-    expected = torch.tensor([[0.3, 0.3, 0.0, 0.0, 0.5, 0.0]])
-    assert torch.equal(token_advantages(advantages, turn_ids), expected)
-
-
 def test_token_advantages_of_rollouts_of_unequal_length():
     advantages = torch.tensor([[1.0, 2.0, 3.0], [-4.0, 99.0, 99.0], [NAN, NAN, NAN]])
     turn_ids = torch.tensor([[0, -1, 1, 1, -1, 2], [0, 0, 0, -1, -1, -1], [-1, -1, -1, -1, -1, -1]])
@@ -901,25 +645,3 @@ def test_token_advantages_of_rollouts_of_unequal_length():
         [[1.0, 0.0, 2.0, 2.0, 0.0, 3.0], [-4.0, -4.0, -4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
     )
     assert torch.equal(token_advantages(advantages, turn_ids), expected)
-
-
-def test_from_rewards_to_tokens():
-    """The whole way: rewards of the chain above to the advantage of every token."""
-    advantages = turn_advantages(table(**CHAIN), "mt_grpo", 4, 1.0, "none")
-    turn_ids = torch.tensor(
-        [
-            [0, 0, -1, 1, -1, 2, -1, 3],
-            [0, -1, 1, 1, -1, 2, -1, -1],
-            [0, -1, 1, -1, -1, -1, -1, -1],
-            [0, 0, 0, -1, -1, -1, -1, -1],
-        ]
-    )
-    expected = torch.tensor(
-        [
-            [0.3, 0.3, 0.0, 0.7, 0.0, 0.5, 0.0, 0.5],
-            [-0.3, 0.0, -0.7, -0.7, 0.0, -0.5, 0.0, 0.0],
-            [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-            [-0.55, -0.55, -0.55, 0.0, 0.0, 0.0, 0.0, 0.0],
-        ]
-    )
-    torch.testing.assert_close(token_advantages(advantages, turn_ids), expected, atol=1e-6, rtol=0)

@@ -53,10 +53,13 @@ def test_two_ranks_equal_one(results, group_size, credit):
 
 @pytest.mark.contract("accelerate launch")
 @pytest.mark.timeout(300)
-def test_accelerate_launches_the_script_by_a_recipe_and_keys(tmp_path):
-    """As users type it. A key on the command line goes before the recipe's: 4 generations, and not its 8."""
+@pytest.mark.parametrize("is_warm", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_accelerate_launches_the_script_by_a_recipe_and_keys(tmp_path, is_warm):
+    """A key on the command line goes before the recipe's: 4 generations, and not its 8."""
+    accelerate = f"{Path(sys.executable).with_name('accelerate')} launch"  # as users type it
     command = (
-        f"{Path(sys.executable).with_name('accelerate')} launch --config_file {CPU} mt_grpo_trainer.py "
+        f"{f'{warm_python.executable()} -m accelerate.commands.launch' if is_warm else accelerate} "
+        f"--config_file {CPU} mt_grpo_trainer.py "
         f"--config hf_recipes/tiny/calculator.yaml --output_dir {tmp_path} --max_steps 1 --num_generations 4 "
         "--per_device_train_batch_size 4 --dataset_size 16 --max_completion_length 64"
     )

@@ -5,13 +5,12 @@ import json
 import os
 import re
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
+from fault_proxy import Fault, FaultProxy
 from processes import ends
 from scripted import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
 
@@ -101,8 +100,6 @@ def test_the_sizes_of_the_page():
     assert len(rows) == 3 and {path: size(path) for path, _ in rows} == {path: int(lines) for path, lines in rows}
 
 
-# --- a recipe key: the model's own call format, with several calls in a turn -----------------------------------------
-
 MEET = """
 import threading
 
@@ -145,20 +142,6 @@ def test_hermes_and_parallel_calls(hermes_model, tmp_path, monkeypatch):
         ("assistant", "So we met 0"),
     ]  # fmt: skip
 
-
-def test_hermes_in_process(hermes_model, tmp_path):
-    """The model itself generates: its noise has no call, so each conversation is one turn."""
-    (tmp_path / "rewards.py").write_text(
-        "def even(completion_ids, **kwargs):\n    return [float(len(ids) % 2) for ids in completion_ids]\n\n\n"
-        "OUTCOME_REWARD_FUNCS = [even]\n"
-    )
-    files = {"tools_script": "tools/calculator.py", "reward_fn": str(tmp_path / "rewards.py")}
-    _, steps = train(build(tmp_path, hermes_model, tool_format="hermes", **files, max_completion_length=64))
-    assert all(step["turns/max"] == 1 for step in steps)
-    assert steps[0]["stop/answered"] + steps[0]["stop/max_tokens"] == 1.0
-
-
-# --- a tool format of its own ----------------------------------------------------------------------------------------
 
 ADD = """
 def add(a: int, b: int) -> int:
@@ -222,35 +205,19 @@ def test_the_choices_of_a_fork_have_its_format(fork, random_model, tmp_path):
         build(tmp_path, random_model, script=fork, tool_format="python", environment="openai_agent", agent="a.py:f")
 
 
-# --- a user played by a second model ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def user(monkeypatch):
     """A server that speaks `/v1/chat/completions`. The user asks once more, and is content then."""
-    asked = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            again = sum(message["role"] == "assistant" for message in asked[-1][1]["messages"]) == 1
-            message = {"role": "assistant", "content": "And what is 1 + 1?" if again else "DONE"}
-            data = json.dumps({"choices": [{"message": message}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def says(request):
+        again = sum(message["role"] == "assistant" for message in request.payload["messages"]) == 1
+        message = {"role": "assistant", "content": "And what is 1 + 1?" if again else "DONE"}
+        return Fault("said", status=200, body=json.dumps({"choices": [{"message": message}]}).encode())
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("USER_URL", f"http://127.0.0.1:{server.server_port}/v1")
+    with FaultProxy("http://127.0.0.1:9", says) as server:
+        monkeypatch.setenv("USER_URL", f"{server.url}/v1")
         monkeypatch.setenv("USER_MODEL", "second")
-        yield asked
-        server.shutdown()
+        yield server.requests
 
 
 def test_a_simulated_user(user, tmp_path):
@@ -267,26 +234,11 @@ def test_a_simulated_user(user, tmp_path):
     said = [message["content"] for message in ended[0]["messages"] if message["role"] == "user"]
     assert said[0].startswith("What is") and "And what is 1 + 1?" in said and "DONE" not in said
     assert steps[0]["rewards/SimulatedUser/mean"] == sum(row in ended for row in rows if row["step"] == 0) / 4
-    path, sent = next((path, sent) for path, sent in user if len(sent["messages"]) == 5)
+    path, sent = next((r.path, r.payload) for r in user if len(r.payload["messages"]) == 5)
     assert (path, sent["model"]) == ("/v1/chat/completions", "second")
     assert [message["role"] for message in sent["messages"]] == ["system", "assistant", "user", "assistant", "user"]
     assert "You want: two sums" in sent["messages"][0]["content"]
     assert sent["messages"][1]["content"].startswith("What is")
-
-
-def test_a_user_who_cannot_be_reached_is_not_trained_on(monkeypatch, random_model, tmp_path):
-    monkeypatch.setenv("USER_URL", "http://127.0.0.1:9/v1")
-    monkeypatch.setenv("USER_MODEL", "second")
-    trainer = build(
-        tmp_path, random_model, [{**row, "goal": "two sums"} for row in ROWS],
-        environment="tools/user_simulator.py:SimulatedUser", max_completion_length=32,
-    )  # fmt: skip
-    message = r"The environment failed in all 4 rollouts of step 0.*SimulatedUser.respond raised ClientConnectorError"
-    with pytest.raises(Exception, match=message):
-        trainer.train()
-
-
-# --- an environment that forgets -------------------------------------------------------------------------------------
 
 
 def look(place: str) -> str:
@@ -344,8 +296,6 @@ def test_a_short_memory_trains(tmp_path):
     _, steps = train(trainer)
     assert any(step["records/mean"] > 1 for step in steps)
 
-
-# --- a sandbox -------------------------------------------------------------------------------------------------------
 
 RAN = """
 import json
@@ -410,46 +360,8 @@ def test_what_a_sandbox_bounds(tmp_path, monkeypatch):
     assert not sandbox.folder.exists()
 
 
-# --- classes written for TRL -----------------------------------------------------------------------------------------
-
-# In the shape of TRL's pages on OpenEnv: the class of the quick start, and a game in its style. The packages of their
-# clients are replaced by local ones; the classes know nothing of this project.
-TRL_ECHO = '''
-from echo_client import EchoAction, EchoClient
-
-
-class EchoToolEnv:
-    def __init__(self):
-        self.env = EchoClient(base_url="http://127.0.0.1:9")
-        self.reward = 0.0
-
-    def reset(self, **kwargs) -> str | None:
-        self.reward = 0.0
-        return None
-
-    def echo(self, message: str) -> str:
-        """
-        Send a message and hear it again.
-
-        Args:
-            message: What to send.
-
-        Returns:
-            What came back.
-        """
-        observation = self.env.step(EchoAction(message=message))
-        self.reward = observation.observation.reward
-        return observation.observation.echoed_message
-
-
-def reward_func(environments, **kwargs):
-    return [env.reward for env in environments]
-
-
-ENVIRONMENT = EchoToolEnv
-OUTCOME_REWARD_FUNCS = [reward_func]
-'''
-
+# A game in the style of TRL's pages on OpenEnv. The package of its client is replaced by a local one; the class knows
+# nothing of this project.
 TRL_GAME = '''
 from game_client import GameAction, GameClient
 
@@ -491,15 +403,6 @@ OUTCOME_REWARD_FUNCS = [reward_func]
 '''
 
 
-class EchoClient:
-    def __init__(self, base_url):
-        pass
-
-    def step(self, action):
-        observation = SimpleNamespace(echoed_message=action.message, reward=len(action.message) / 10)
-        return SimpleNamespace(observation=observation)
-
-
 class GameClient:
     """It tells all that was said so far with each answer."""
 
@@ -517,39 +420,11 @@ class GameClient:
 
 
 @pytest.fixture
-def clients(monkeypatch):
-    """The packages that the classes import."""
-    for name, names in {"echo_client": (EchoClient, "EchoAction"), "game_client": (GameClient, "GameAction")}.items():
-        module = ModuleType(name)
-        setattr(module, names[0].__name__, names[0])
-        setattr(module, names[1], SimpleNamespace)
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-def from_trl(folder: Path, code: str, model: str, **keys):
-    path = folder / "theirs.py"
-    path.write_text(code)
-    return build(folder, model, tools_script=str(path), reward_fn=str(path), tool_format="hermes", **keys)
-
-
-class Echoes(Says):
-    """It echoes as many letters as its index says, plus one."""
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        self.turns = [hermes("echo", message="x" * (index + 1)), "Done"]
-        return await super().generate(prompt_ids, max_tokens, sampling_params, index)
-
-
-def test_the_class_of_trls_quick_start(hermes_model, clients, tmp_path):
-    trainer = from_trl(tmp_path, TRL_ECHO, hermes_model, max_completion_length=900)
-    assert trainer.reward_func_names == ["reward_func"]
-    trainer.llm = Echoes(trainer.processing_class, [])
-    rows, _ = train(trainer)
-    assert [row["rewards"] for row in rows[:4]] == [{"reward_func": pytest.approx(n / 10)} for n in (1, 2, 3, 4)]
-    assert rows[2]["messages"][-2] == {
-        "role": "tool", "name": "echo", "tool_call_id": "call00000", "content": "xxx"
-    }  # fmt: skip
-    assert '"description": "What to send."' in trainer.processing_class.decode(trainer.batch.rollouts[0].prompt_ids)
+def client(monkeypatch):
+    """The package that the class imports."""
+    module = ModuleType("game_client")
+    module.GameClient, module.GameAction = GameClient, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "game_client", module)
 
 
 class Guesses(Says):
@@ -561,13 +436,20 @@ class Guesses(Says):
         return await super().generate(prompt_ids, max_tokens, sampling_params, index)
 
 
-def test_a_game_written_for_trl(hermes_model, clients, tmp_path):
+def test_a_game_written_for_trl(hermes_model, client, tmp_path):
     """`reset` is joined to the prompt, an exception is an observation, and instances are reset and used again."""
-    trainer = from_trl(tmp_path, TRL_GAME, hermes_model, max_completion_length=900)
+    path = tmp_path / "theirs.py"
+    path.write_text(TRL_GAME)
+    files = {"tools_script": str(path), "reward_fn": str(path)}
+    trainer = build(tmp_path, hermes_model, **files, tool_format="hermes", max_completion_length=900)
+    assert trainer.reward_func_names == ["reward_func"]
     trainer.llm = Guesses(trainer.processing_class, [])
     rows, _ = train(trainer)
     assert [row["rewards"]["reward_func"] for row in rows] == [0.0, 1.0, 0.0, 1.0] * 2
     said = [message["content"] for message in rows[5]["messages"]]
     assert re.fullmatch(r"What is \d \+ 2\?\nGuess a word of five letters\.", said[0])
     assert (said[2], said[4]) == ("\n[grass]: right", "Error: Game over.")
-    assert rows[0]["messages"][4]["content"] == "\n[grove]: wrong"
+    told = {"role": "tool", "name": "guess", "tool_call_id": "call00000", "content": "\n[grove]: wrong"}
+    assert rows[0]["messages"][4] == told
+    description = '"description": "The word, such as \'[abcde]\'"'
+    assert description in trainer.processing_class.decode(trainer.batch.rollouts[0].prompt_ids)

@@ -1,12 +1,6 @@
 """Conversations in notebooks and step by step, and errors of the backend."""
 
 import asyncio
-import json
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from scripted import (
@@ -130,70 +124,6 @@ def test_the_context_is_the_backends_where_the_environment_has_none():
         (rollout,) = env.generate(["2+3?"], backend)["rollouts"]
         assert [r.max_tokens for r in backend.requests] == [115, 20]
         assert rollout.stop_reason == StopReason.CONTEXT_LENGTH
-
-
-class OneAnswer(BaseHTTPRequestHandler):
-    """A server with a context of 40 tokens, that always answers."""
-
-    protocol_version = "HTTP/1.1"
-
-    def reply(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
-        answer = {"data": [{"id": "m", "max_model_len": 40}]}
-        if "prompt" in body:
-            sampled = ids("x" * 100)[: body["max_tokens"]]
-            choice = {"token_ids": sampled, "logprobs": {"token_logprobs": [-0.5] * len(sampled)}}
-            answer = {
-                "choices": [{**choice, "finish_reason": "length"}],
-                "usage": {"prompt_tokens": len(body["prompt"])},
-            }
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_POST = reply
-
-    def log_message(self, *args):
-        pass
-
-
-NOTEBOOK = """
-import asyncio, sys
-from transformers import AutoTokenizer
-import mt_grpo_trainer as mt
-
-def add(a: int, b: int) -> str:
-    '''Adds.'''
-
-client = mt.VLLMServerClient("127.0.0.1", int(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[2]))
-env = mt.MultiTurnToolEnv([add], None)
-print(*env.generate(["2+3?"], client)["stop_reasons"], len(env.generate(["2+3?"], client)["ids"][0]))
-asyncio.run(client.generate([1, 2], 4))
-asyncio.run(client.generate([1, 2], 4))  # in a loop of its own each
-loop = asyncio.new_event_loop()
-loop.run_until_complete(client.generate([1, 2], 4))  # and in one that is neither running nor closed at the end
-"""
-
-
-@pytest.mark.slow
-def test_a_notebook_like_script_ends_without_noise(tmp_path):
-    """It also takes the context from the server: 40 tokens, of which the prompt has 23."""
-    CHATML_TOKENIZER.save_pretrained(tmp_path)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), OneAnswer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", NOTEBOOK, str(server.server_port), str(tmp_path)], capture_output=True, text=True,
-            timeout=300, cwd=Path(mt.__file__).parent,
-        )  # fmt: skip
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "context_length 17\n"
-    assert "nclosed" not in ended.stderr and "Traceback" not in ended.stderr and "never" not in ended.stderr
 
 
 def test_an_error_of_the_backend_is_raised_and_cancels_the_rest():

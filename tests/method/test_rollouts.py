@@ -5,8 +5,6 @@ from scripted import (
     ADD,
     ANSWER,
     CHATML_TOKENIZER,
-    CLOSES_AND_MORE,
-    CLOSES_BOTH,
     END,
     QWEN3_TOKENIZER,
     SPECIAL,
@@ -23,20 +21,6 @@ from scripted import (
 )
 
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, ToolCall, ToolResult, Turn
-
-
-def test_the_hand_written_ids_are_those_of_the_tokenizer():
-    text = '<|im_start|>user\né <think>x</think> <tool>{"a": 1}</tool><|im_end|>\n<|endoftext|>'
-    assert ids("<|im_end|>\nAé") == [258, 10, 65, 195, 169]
-    for tokenizer in (CHATML_TOKENIZER, QWEN3_TOKENIZER):
-        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids(text)
-        assert tokenizer.decode(ids(text)) == text
-        assert tokenizer.decode([CLOSES_AND_MORE, CLOSES_BOTH]) == "l>\n</answer></tool>"
-        assert tokenizer("l>\n</answer></tool>")["input_ids"] == ids("l>\n</answer></tool>")
-        assert sorted(tokenizer.all_special_ids) == [256, 257, 258]
-
-
-# --- what reward functions get ---------------------------------------------------------------------------------------
 
 
 def queries(completions, **kwargs):
@@ -118,9 +102,6 @@ def test_what_a_turn_shows_of_its_results():
         assert Turn([1], None, "", "stop", **change).has_observation
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
-
-
 def test_a_turn_that_is_only_read_is_in_no_mask():
     turns = [
         Turn([1, 2], [-0.1, -0.2], "", "stop", observation_ids=[3]),
@@ -157,17 +138,6 @@ def test_which_rollouts_failed():
         assert Rollout([], [], stop_reason=reason).failed == (reason in {*failed, StopReason.CONTEXT_LENGTH})
 
 
-def test_only_place_changes_an_index():
-    rollout = Rollout([], [], index=3)
-    rollout.place(5)
-    assert rollout.index == 5
-    with pytest.raises(AttributeError, match="changed from 5 to 7"):
-        rollout.index = 7
-
-
-# --- what the model reads next ---------------------------------------------------------------------------------------
-
-
 def test_the_history_is_what_the_model_reads_next():
     """Since the last edit; an assistant's message goes on where a turn says so, at the end of a prompt it does not."""
 
@@ -193,9 +163,6 @@ def test_the_history_is_what_the_model_reads_next():
     rollout.edited = Context([user], [0, 0, 0], new_tokens=3)
     assert said(rollout.history) == [("user", "more")] and rollout.history_ids == [0, 0, 0]
     assert rollout.new_tokens == 6 + 2 + 1 + 3
-
-
-# --- whole rollouts, token by token ----------------------------------------------------------------------------------
 
 
 @pytest.mark.contract("MultiTurnToolEnv.generate", "xml")
@@ -225,20 +192,6 @@ def test_two_turns_in_numbers():
     assert [r.prompt for r in backend.requests] == [prompt, prompt + turn_0 + observation]
     assert [r.max_tokens for r in backend.requests] == [4096, 4096 - 52 - 41]
     assert rollout.stop_reason == StopReason.ANSWERED
-
-
-def test_two_turns_in_text():
-    rollout, _ = converse(f"I add. {ADD}", f"So: {ANSWER}")
-    assert rollout.prompt_ids == ids("<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n")
-    assert rollout.completion_ids == ids(f"I add. {ADD}") + ids(result("5")) + ids(f"So: {ANSWER}")
-    assert rollout.messages == [
-        {"role": "assistant", "content": f"I add. {ADD}"},
-        {"role": "user", "content": "<result>\n5\n</result>"},
-        {"role": "assistant", "content": f"So: {ANSWER}"},
-    ]
-    first, second = rollout.turns
-    assert first.tool_call == ToolCall("add", {"a": 2, "b": 3}) and first.observation == "5" and first.error is None
-    assert second.tool_call is None and second.observation is None and second.observation_ids == []
 
 
 def test_three_turns():
@@ -307,21 +260,16 @@ def test_system_prompt_and_the_lists_of_generate():
 
 
 def test_the_backends_tokenizer_is_used_where_the_environment_has_none():
+    """And unknown logprobs stay unknown."""
     env = make_env(tokenizer=None)
     out = env.generate(["2+3?"], Scripted([[ANSWER]], tokenizer=CHATML_TOKENIZER))
     assert out["ids"] == [ids(ANSWER)]
     with pytest.raises(ValueError, match="No tokenizer"):
         env.generate(["2+3?"], Scripted([[ANSWER]]))
-
-
-def test_unknown_logprobs_stay_unknown():
     env, backend = make_env(), Scripted([[ADD, ANSWER]], logprobs=False)
     out = env.generate(["2+3?"], backend)
     verify(env, out["rollouts"], backend)
     assert out["logprobs"] == [None]
-
-
-# --- Qwen3's own template --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": True}])
@@ -355,11 +303,3 @@ def test_qwen3_without_thinking():
     messages = rollout.prompt_messages + rollout.messages[:2]
     again = QWEN3_TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     assert again == "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n" + ADD + result("5") + empty
-
-
-def test_qwen3_three_turns_with_a_sampled_end_of_turn():
-    turns = [THINKING + ADD, THINKING + "<tool>{}<|im_end|>", ANSWER]
-    rollout, backend = converse(*turns, tokenizer=QWEN3_TOKENIZER)
-    mistake = rollout.turns[1].observation
-    assert rollout.completion_ids == ids(turns[0] + result("5") + turns[1] + result(mistake, end="") + turns[2])
-    assert QWEN3_TOKENIZER.decode(backend.requests[2].prompt).count("add them") == 2

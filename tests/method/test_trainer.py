@@ -1,9 +1,8 @@
 """The trainer against TRL's own: equal gradients, and what TRL users expect to work (in-process backend, CPU)."""
 
-import asyncio
 import inspect
 import json
-import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl
+import warm_python
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
@@ -38,7 +38,7 @@ from mt_grpo.recipe.checks import check_tied_lora, share_limits
 from mt_grpo.recipe.parse import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run.in_flight import GroupInFlight
-from mt_grpo.training.rewards import run_rewards, state_numbers
+from mt_grpo.training.rewards import state_numbers
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,18 +147,18 @@ def gradients_of(cls, model, tmp_path, error=0.0, share_prompts=True, **changes)
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
-@pytest.mark.parametrize("shared, close", [(False, 1e-6), (True, 1e-5)])
-def test_one_turn_without_tools_is_trl(random_model, tmp_path, shared, close, loss_type, accumulation):
+def test_one_turn_without_tools_is_trl(random_model, tmp_path, loss_type, accumulation):
     """Same ids, outcome rewards only: TRL's loss and every parameter's gradient, in TRL's rows and in shared ones."""
     changes = dict(loss_type=loss_type, gradient_accumulation_steps=accumulation, per_device_train_batch_size=8)
     expected_loss, expected = gradients_of(FixedTRL, random_model, tmp_path, **changes)
-    changes["share_prompts"] = shared
-    loss, actual = gradients_of(FixedMTGRPO, random_model, tmp_path, **changes)
-    assert loss == pytest.approx(expected_loss, rel=close, abs=1e-6 if shared else 1e-9)
-    assert expected.keys() == actual.keys() and len(expected) > 10
     assert max(g.abs().max() for g in expected.values()) > 1e-4  # there is something to compare
-    for name in expected:
-        assert (actual[name] - expected[name]).norm() <= close * expected[name].norm(), name
+    for shared, close in ((False, 1e-6), (True, 1e-5)):
+        changes["share_prompts"] = shared
+        loss, actual = gradients_of(FixedMTGRPO, random_model, tmp_path, **changes)
+        assert loss == pytest.approx(expected_loss, rel=close, abs=1e-6 if shared else 1e-9)
+        assert expected.keys() == actual.keys() and len(expected) > 10
+        for name in expected:
+            assert (actual[name] - expected[name]).norm() <= close * expected[name].norm(), (name, shared)
     _, wrong = gradients_of(FixedMTGRPO, random_model, tmp_path, error=0.01, **changes)
     assert any((wrong[n] - expected[n]).norm() > close * expected[n].norm() for n in expected)
 
@@ -218,43 +218,31 @@ def test_every_loss_takes_an_advantage_per_turn(random_model, tmp_path, loss_typ
     assert (gradient(observation_advantage=100.0) - whole).norm() < 1e-6 * whole.norm()
 
 
-@pytest.mark.contract("evaluation during training")
-def test_evaluation_during_training(random_model, tmp_path):
-    trainer = make_trainer(
-        random_model, tmp_path, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:3]}), eval_strategy="steps",
-        eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=2,
-    )  # fmt: skip
-    trainer.train()
-    evaluations = [row for row in trainer.state.log_history if "eval_reward" in row]
-    assert len(evaluations) == 2
-    for row in evaluations:
-        assert math.isfinite(row["eval_reward"]) and 1 <= row["eval_turns/mean"] <= 3
-        assert sum(value for key, value in row.items() if key.startswith("eval_stop/")) == pytest.approx(1.0)
-
-
 @pytest.mark.contract("resuming")
-@pytest.mark.parametrize("prompts, step", [(None, 2), (4, 2), (4, 3), (4, 5)],
-                         ids=["first-epoch", "new-epoch", "second-epoch", "third-epoch"])  # fmt: skip
-def test_resume_continues_as_if_uninterrupted(random_model, tmp_path, prompts, step):
-    """From a checkpoint at a generation boundary: the same losses, rewards and weights. Two prompts a step."""
-    steps, prompts = step + 2, PROMPTS[:prompts]
-    whole = make_trainer(random_model, tmp_path / "whole", max_steps=steps, prompts=prompts)
-    whole.train()
-    first = make_trainer(
-        random_model, tmp_path / "parts", max_steps=step, save_strategy="steps", save_steps=step, prompts=prompts
+def test_resume_continues_as_if_uninterrupted(random_model, tmp_path):
+    """From checkpoints in the first, at the end of the first, in the second and in the third epoch of two steps.
+
+    The same losses, rewards and weights as in the run that was not stopped.
+    """
+    whole = make_trainer(
+        random_model, tmp_path / "whole", max_steps=7, prompts=PROMPTS[:4], save_strategy="steps", save_steps=1
     )
-    first.train()
-    second = make_trainer(random_model, tmp_path / "parts", max_steps=steps, prompts=prompts)
-    pushed_before = second._weight_counter.version
-    second.train(resume_from_checkpoint=step == 2 or str(tmp_path / f"parts/checkpoint-{step}"))
-    assert second._weight_counter.version == pushed_before + 1 + 2 + 1  # the load, two steps, the end of training
-    for key in ("loss", "reward", "turns/mean", "completions/mean_length", "num_tokens"):
-        uninterrupted = [row[key] for row in whole.state.log_history if key in row]
-        resumed = [row[key] for row in second.state.log_history if key in row]
-        assert len(resumed) == steps
-        assert resumed == pytest.approx(uninterrupted, abs=1e-5), key
-    for (name, a), (_, b) in zip(whole.model.named_parameters(), second.model.named_parameters()):
-        assert torch.allclose(a, b, atol=1e-6), name
+    whole.train()
+    for step in (1, 2, 3, 5):
+        saved = tmp_path / f"parts/checkpoint-{step}"
+        shutil.copytree(tmp_path / f"whole/checkpoint-{step}", saved)
+        part = make_trainer(random_model, saved.parent, max_steps=step + 2, prompts=PROMPTS[:4])
+        pushed_before = part._weight_counter.version
+        part.train(resume_from_checkpoint=step == 2 or str(saved))
+        assert part._weight_counter.version == pushed_before + 1 + 2 + 1  # the load, two steps, the end of training
+        for key in ("loss", "reward", "turns/mean", "completions/mean_length", "num_tokens"):
+            uninterrupted = [row[key] for row in whole.state.log_history if key in row][: step + 2]
+            resumed = [row[key] for row in part.state.log_history if key in row]
+            assert len(resumed) == step + 2
+            assert resumed == pytest.approx(uninterrupted, abs=1e-5), (key, step)
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / f"whole/checkpoint-{step + 2}", dtype=torch.float32)
+        for (name, a), (_, b) in zip(expected.named_parameters(), part.model.named_parameters(), strict=True):
+            assert torch.allclose(a, b, atol=1e-6), (name, step)
 
 
 def test_a_trainer_that_trains_again_begins_with_a_batch_of_its_own(random_model, tmp_path):
@@ -297,25 +285,21 @@ def test_a_reference_that_is_another_model_is_told(random_model, tmp_path, caplo
     assert noise or trainer.state.log_history[0]["kl"] < 1e-6
 
 
-def test_several_iterations_and_reference(random_model, tmp_path):
-    """num_iterations 2 uses each rollout twice; beta loads the reference and logs the divergence."""
-    trainer = make_trainer(random_model, tmp_path, num_iterations=2, beta=0.1, max_steps=4)
+@pytest.mark.parametrize("changes", [
+    {"num_iterations": 2, "beta": 0.1, "max_steps": 4},  # each batch is used twice
+    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+])  # fmt: skip
+def test_a_batch_is_rolled_out_once_for_all_its_steps(random_model, tmp_path, changes):
+    """Two batches of eight. beta loads the reference and logs the divergence."""
+    trainer = make_trainer(random_model, tmp_path, **changes)
     calls = []
     original = trainer._roll_out
     trainer._roll_out = lambda prompts: calls.append(len(prompts)) or original(prompts)
     trainer.train()
-    assert calls == [8, 8]  # 4 optimizer steps from 2 batches of rollouts
+    assert calls == [8, 8] and trainer.state.global_step == changes.get("max_steps", 2)
     kl = [row["kl"] for row in trainer.state.log_history if "kl" in row]
-    assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-7
-
-
-def test_gradient_accumulation_rolls_out_once_per_step(random_model, tmp_path):
-    trainer = make_trainer(random_model, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4)
-    calls = []
-    original = trainer._roll_out
-    trainer._roll_out = lambda prompts: calls.append(len(prompts)) or original(prompts)
-    trainer.train()
-    assert calls == [8, 8]
+    assert bool(kl) == ("beta" in changes)
+    assert not kl or (kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-7)
 
 
 class Scripted:
@@ -370,14 +354,6 @@ def test_metrics_behind_an_evaluation_are_those_of_training(random_model, tmp_pa
     assert any("reward" in row and "turns/mean" in row for row in trainer.state.log_history)
 
 
-def test_truncated_rollouts_can_be_left_out_of_the_loss(random_model, tmp_path):
-    trainer = make_trainer(random_model, tmp_path, mask_truncated_completions=True, max_completion_length=8)
-    trainer.llm = Scripted(trainer.processing_class, ["a text that is longer than eight tokens"])
-    trainer.model.train()
-    output = trainer._generate_and_score_completions([{"prompt": PROMPTS[0]}] * 8)
-    assert output["tool_mask"].sum() == 0 and output["completion_mask"].sum() == 8 * 8
-
-
 def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
     calls = []
 
@@ -400,16 +376,6 @@ def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
     assert "rewards/turn_reward/mean" in row
     table = trainer.batch.rewards
     assert table.outcome.tolist() == [1.0, 2.0] * 4  # None counts nothing, 2 x 0.5 + 1
-
-
-def test_turn_rewards_alone_train(random_model, tmp_path):
-    """Without outcome functions the outcome is 0 for all, not missing."""
-    trainer = MTGRPOEnvTrainer(
-        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward],
-        args=MTGRPOConfig(**settings(tmp_path)), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
 
 
 def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
@@ -472,7 +438,7 @@ def test_a_folder_called_tools_in_a_users_project_is_found(tmp_path, is_package)
         (tmp_path / "tools/__init__.py").touch()
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from mt_grpo import load_tools\n"
     code += "print(load_tools('tools/mine.py')[0](4))"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    ended = subprocess.run([warm_python.executable(), "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ended.stdout == "8\n", ended.stderr
 
 
@@ -488,41 +454,12 @@ def test_each_epoch_has_an_order_of_its_own_the_first_is_trls(random_model, tmp_
     assert orders[0] == list(trls) and orders[1] == orders[3] != orders[2] != orders[0] != orders[1]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([1.0], "expected a list of 8"),
-        ([[1.0]] * 8, "OUTCOME_"),
-        ([float("nan")] * 8, "finite"),
-        (None, "expected a list"),
-    ],
-)
+@pytest.mark.parametrize("values, message", [([1.0], "expected a list of 8"), ([float("nan")] * 8, "finite")])
 def test_wrong_reward_values_are_refused(random_model, tmp_path, values, message):
     trainer = make_trainer(random_model, tmp_path)
     trainer.reward_funcs[1] = lambda **kwargs: values
     with pytest.raises(RunError, match=f"Rewards failed at step 0: rank 0: .*{message}"):
         trainer.train()
-
-
-def reward_columns():
-    return {"prompts": PROMPTS, "rollout_turns": [[] for _ in PROMPTS]}
-
-
-def test_async_rewards_wait_at_the_same_time():
-    """Each of three waits until all have begun, which one after another never happens."""
-    begun = []
-
-    def make(name):
-        async def reward(prompts, **kwargs):
-            begun.append(name)
-            while len(begun) < 3:
-                await asyncio.sleep(0.005)
-            return [name] * len(prompts)
-
-        return reward
-
-    values = run_rewards([make(1), make(2), make(3)], reward_columns(), 10.0)
-    assert values == [[1] * 6, [2] * 6, [3] * 6]
 
 
 def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
@@ -561,32 +498,19 @@ def test_the_environment_names_the_state_in_which_each_turn_begins():
     assert [turn.state_key for turn in rollout.turns] == [("at", 0), ("at", 1), ("at", 2)]
 
 
-@pytest.mark.contract("recipe keys")
-@pytest.mark.parametrize("discount", [1.0, 0.5])
-def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path, discount):
-    """The advantages of a step are those of the pure function with the recipe's coefficient, scale and discount."""
-    args = settings(tmp_path, credit_assignment="turn_return", turn_discount=discount, turn_advantage_coef=0.7,
-                    scale_rewards="none")  # fmt: skip
-    trainer = TwoTurns(
-        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
-        args=MTGRPOConfig(**args), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-    )  # fmt: skip
-    trainer.model.train()
-    output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
-    table = trainer.batch.rewards
-    expected = turn_advantages(table, "turn_return", 4, 0.7, "none", discount)
-    for i, rollout in enumerate(trainer.batch.rollouts):
-        turns = torch.tensor(rollout.turn_ids)
-        for k in (0, 1):
-            assert torch.allclose(output["advantages"][i, : len(turns)][turns == k], expected[i, k], atol=1e-6)
-    other = turn_advantages(table, "turn_return", 4, 0.7, "none", 1.5 - discount)
-    assert (expected - other).abs().max() > 0.01
+CREDITS = [  # how turns are credited: estimator, scaling, coefficient, discount, and what else an estimator reads
+    ("turn_return", "none", 0.7, 1.0, {}),
+    ("turn_return", "none", 0.7, 0.5, {}),
+    ("gigpo", "mean", 1.0, 1.0, {"outcome_in_return": True, "state_baseline": "leave_one_out"}),
+]
 
 
-@pytest.mark.contract("outcome_in_return", "state_baseline", "scale_rewards")
-def test_the_settings_of_returns_and_the_scaling_by_the_mean_reach_the_advantages(random_model, tmp_path):
-    args = settings(tmp_path, credit_assignment="gigpo", outcome_in_return=True, state_baseline="leave_one_out",
-                    scale_rewards="mean")  # fmt: skip
+@pytest.mark.contract("recipe keys", "outcome_in_return", "state_baseline", "scale_rewards")
+@pytest.mark.parametrize("name, scale, coef, discount, more", CREDITS)
+def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path, name, scale, coef, discount, more):
+    """The advantages of a step are those of the pure function with the recipe's settings, each of which matters."""
+    args = settings(tmp_path, credit_assignment=name, turn_discount=discount, turn_advantage_coef=coef,
+                    scale_rewards=scale, **more)  # fmt: skip
     trainer = TwoTurns(
         random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
         args=MTGRPOConfig(**args), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
@@ -594,35 +518,30 @@ def test_the_settings_of_returns_and_the_scaling_by_the_mean_reach_the_advantage
     trainer.model.train()
     output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
     table, rollouts = trainer.batch.rewards, trainer.batch.rollouts
-    lengths = [[len(turn.token_ids) for turn in rollout.turns] for rollout in rollouts]
-    assert table.num_tokens[:, :2].tolist() == lengths
-    both = {"outcome_in_return": True, "state_baseline": "leave_one_out"}
-    expected = turn_advantages(table, "gigpo", 4, 1.0, "mean", **both)
+    assert table.num_tokens[:, :2].tolist() == [[len(turn.token_ids) for turn in r.turns] for r in rollouts]
+    expected = turn_advantages(table, name, 4, coef, scale, discount, **more)
     for i, rollout in enumerate(rollouts):
         turns = torch.tensor(rollout.turn_ids)
         for k in (0, 1):
             assert torch.allclose(output["advantages"][i, : len(turns)][turns == k], expected[i, k], atol=1e-6)
-    for key in both:
-        other = turn_advantages(table, "gigpo", 4, 1.0, "mean", **{k: v for k, v in both.items() if k != key})
-        assert (expected - other).abs().max() > 0.01, key
-    assert (expected - turn_advantages(table, "gigpo", 4, 1.0, "group", **both)).abs().max() > 0.01
+    others = [turn_advantages(table, name, 4, coef, scale, 1.5 - discount, **more)]
+    others += [turn_advantages(table, name, 4, coef, scale, **{k: more[k] for k in more if k != key}) for key in more]
+    others += [turn_advantages(table, name, 4, coef, "group", discount, **more)]
+    assert all((expected - other).abs().max() > 0.01 for other in others)
 
 
-def test_gigpo_uses_the_keys_of_the_environment(random_model, tmp_path):
-    """With one state for all turns the table holds one number; the environment gets the turns so far."""
-
-    def state_key(turns):
-        return "everywhere"
-
+def test_gigpo_uses_the_keys_of_the_environment_and_turn_rewards_alone_train(random_model, tmp_path):
+    """With one state for all turns the table holds one number. Without outcome functions the outcome is 0 for all."""
     trainer = MTGRPOEnvTrainer(
-        random_model, MultiTurnToolEnv([echo], system_prompt=None, state_key=state_key), [turn_reward],
-        [length_reward], args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
+        random_model, MultiTurnToolEnv([echo], system_prompt=None, state_key=lambda turns: "everywhere"),
+        [turn_reward], args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
     )  # fmt: skip
     trainer.train()
     table = trainer.batch.rewards
     assert len(table.state[table.sampled].unique()) == 1 and (table.state[table.sampled] >= 0).all()
-    assert (table.state[~table.sampled] == -1).all()
+    assert (table.state[~table.sampled] == -1).all() and not table.outcome.any()
+    assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
 
 
 FAILING_REWARD = """
@@ -646,7 +565,7 @@ def test_a_run_that_stops_saves_itself_and_continues(random_model, tmp_path, mon
     def train(output, *arguments):
         recipe = ROOT / "hf_recipes/tiny/calculator.yaml"
         main(["--config", str(recipe), "--model_name_or_path", str(random_model), "--output_dir",
-              str(tmp_path / output), "--reward_fn", str(tmp_path / "rewards.py"), "--max_steps", "4",
+              str(tmp_path / output), "--reward_fn", str(tmp_path / "rewards.py"), "--max_steps", "3",
               "--dataset_size", "64",
               "--per_device_train_batch_size", "8", "--max_completion_length", "32", "--max_turn_tokens", "12",
               "--max_tool_response_tokens", "10", "--disable_tqdm", "true", *arguments])  # fmt: skip
@@ -665,7 +584,7 @@ def test_a_run_that_stops_saves_itself_and_continues(random_model, tmp_path, mon
     assert [row["step"] for row in resumed] == [row["step"] for row in whole]
     for key in ("reward", "loss"):
         expected = [row[key] for row in whole if key in row]
-        assert [row[key] for row in resumed if key in row] == pytest.approx(expected, abs=1e-5) and len(expected) == 4
+        assert [row[key] for row in resumed if key in row] == pytest.approx(expected, abs=1e-5) and len(expected) == 3
 
 
 def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, monkeypatch):
@@ -924,30 +843,21 @@ OF_THE_MODEL = {  # values of a model's generation_config.json, each of which ch
 }
 
 
-@pytest.fixture(scope="module")
-def sampled(random_model, tmp_path_factory):
-    """A function of values of the model's own configuration: what is sampled with them, with and without a LoRA."""
-    trainers = []
+def test_samples_do_not_depend_on_the_models_own_generation_config(random_model, tmp_path):
+    """With and without a LoRA. The values stay in the configuration, which is saved with the model."""
     for lora in (None, LoraConfig(target_modules=["q_proj"], lora_dropout=0.0)):
-        trainers.append(make_trainer(random_model, tmp_path_factory.mktemp("sampled"), peft_config=lora))
+        trainer = make_trainer(random_model, tmp_path / str(bool(lora)), peft_config=lora)
+        config = trainer.accelerator.unwrap_model(trainer.model).generation_config
 
-    def ids(values: dict) -> list:
-        found = []
-        for trainer in trainers:
-            config = trainer.accelerator.unwrap_model(trainer.model).generation_config
-            before = {key: getattr(config, key) for key in values}
-            vars(config).update(values)
+        def sampled():
             torch.manual_seed(0)
-            prompts = [[5, 6, 7 + index] for index in range(4)]
-            generations = trainer.llm.serve([trainer.llm.generate(ids, 48, None, i) for i, ids in enumerate(prompts)])
-            found.append([generation.token_ids for generation in generations])
-            assert {key: getattr(config, key) for key in values} == values  # it is saved with the model
+            asked = [trainer.llm.generate([5, 6, 7 + index], 48, None, index) for index in range(4)]  # noqa: B023
+            return [generation.token_ids for generation in trainer.llm.serve(asked)]  # noqa: B023
+
+        expected = sampled()
+        for key, value in OF_THE_MODEL.items():
+            before, changes = dict(vars(config)), {key: value, "do_sample": True}
+            vars(config).update(changes)
+            assert sampled() == expected, key
+            assert {name: getattr(config, name) for name in changes} == changes
             vars(config).update(before)
-        return found
-
-    return ids
-
-
-@pytest.mark.parametrize("key", OF_THE_MODEL)
-def test_samples_do_not_depend_on_the_models_own_generation_config(sampled, key):
-    assert sampled({key: OF_THE_MODEL[key], "do_sample": True}) == sampled({})

@@ -9,13 +9,9 @@ from statistics import mean
 
 import pytest
 from build import search as build
-from build.common import encode, opening
 from evaluate import evaluate, load_recipe
-from test_tiny_models import rollout_of
-from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.formats.choose import make_format
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,16 +31,8 @@ def own_index(tmp_path_factory, monkeypatch):
     os.environ.update(before)
 
 
-@pytest.fixture(scope="module")
-def form():
-    return make_format("xml", AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/search-model"))
-
-
 def rows_of(split: str) -> list[dict]:
     return [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
-
-
-# --- the encyclopedia ------------------------------------------------------------------------------------------------
 
 
 def test_the_files_are_what_the_generator_makes(tmp_path):
@@ -52,14 +40,6 @@ def test_the_files_are_what_the_generator_makes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "test.jsonl", "train.jsonl"]
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (DATA / path.name).read_bytes()
-
-
-def test_no_passage_outweighs_the_one_that_is_asked_for():
-    """BM25 sees words and not their order."""
-    for (relation, entity), value in FACTS.items():
-        first, second = entity.split()
-        assert first == second or (relation, f"{second} {first}") not in FACTS
-        assert len({*entity.split(), *value.split()}) == (3 if first == second else 4)
 
 
 @pytest.mark.slow
@@ -85,91 +65,6 @@ def test_no_held_out_question_is_trained_on():
     assert not begin["train"] & begin["test"]
     questions = [row["question"] for split in build.NUM_ROWS for row in rows_of(split)]
     assert len(set(questions)) == len(questions)
-
-
-# --- the warm start --------------------------------------------------------------------------------------------------
-
-
-def conversations(form, number: int, shares=(build.CALL_SHARES, build.ANSWER_SHARES), seed: int = 0) -> list:
-    rng = random.Random(seed)
-    return [build.make_conversation(form, *shares, rng) for _ in range(number)]
-
-
-def found(messages: list[dict]) -> list[tuple[str, str]]:
-    """Title and text of every passage in a conversation."""
-    results = [m["content"].split("\n") for m in messages[2:] if m["role"] == "user"]
-    return [(lines[1].removeprefix("[1] "), lines[2]) for lines in results if lines[1].startswith("[1] ")]
-
-
-def test_a_warm_start_without_mistakes_searches_once_per_relation(form):
-    for messages in conversations(form, 50, (build.RIGHT, build.RIGHT)):
-        relations, entity = build.read_question(messages[1]["content"])
-        expected = opening(messages[1]["content"], build.SYSTEM)
-        for relation, (title, value) in zip(relations, found(messages), strict=True):
-            assert title == build.title_of(relation, entity)
-            expected += [{"role": "assistant", "content": build.call(title)},
-                         {"role": "user", "content": f"<result>\n[1] {title}\n{value}\n</result>"}]  # fmt: skip
-            entity = value
-        assert messages == [*expected, {"role": "assistant", "content": f"<answer>{entity}</answer>"}]
-
-
-def test_nothing_in_the_warm_start_can_be_learned_by_heart(form):
-    """A fact is drawn again in every conversation."""
-    passages = [pair for messages in conversations(form, 1000) for pair in found(messages)]
-    titles = {build.title_of(*key): value for key, value in FACTS.items()}
-    assert len(passages) > 1000
-    assert sum(titles.get(title) == value for title, value in passages) < 3  # chance: one in 4,096
-    again = Counter(title for title, _ in passages).most_common(1)[0]
-    assert len({value for title, value in passages if title == again[0]}) > again[1] / 2
-
-
-def test_a_warm_start_has_every_kind_of_mistake():
-    rng = random.Random(0)
-    right = build.call("river of Bala Fizu")
-    said = {kind: Counter(build.call_turn(kind, "river", "Bala Fizu", True, rng) for _ in range(500))
-            for kind in build.CALL_SHARES}  # fmt: skip
-    assert set(said["good"]) == {right}
-    assert set(said["no tag"]) == {"river of Bala Fizu"}
-    assert set(said["wrong tool"]) == {right.replace("wiki_search", name) for name in ("search", "wiki")}
-    assert build.call("ruler of Bala Fizu") in said["wrong relation"] and right not in said["wrong relation"]
-    assert build.call("river of Bala Bala") in said["wrong name"] and right not in said["wrong name"]
-    assert right.replace('"}}', '"}') in said["broken JSON"] and right not in said["broken JSON"]
-    assert len(said["no call"]) > 400
-    assert build.call_turn("no call", "river", "Bala Fizu", False, rng) == "<answer>Bala Fizu</answer>"
-    last = {kind: Counter(build.answer_turn(kind, "river of Bala Fizu", "Kamo Deri", rng) for _ in range(500))
-            for kind in build.ANSWER_SHARES}  # fmt: skip
-    assert set(last["good"]) == {"<answer>Kamo Deri</answer>"} and set(last["no tag"]) == {"Kamo Deri"}
-    assert set(last["wrong line"]) == {"<answer>Bala Fizu</answer>"}
-    assert set(last["further call"]) == {build.call(f"{r} of Kamo Deri") for r in build.ALL_RELATIONS}
-    assert "<answer>Kamo Deri</answer>" not in last["wrong word"] and len(last["wrong word"]) > 80
-
-
-def test_what_is_imitated_is_a_rollout(form):
-    """The same ids as in the recipe's environment, and room for all of them within its limits."""
-    script_args, args, _ = load_recipe(build.RECIPE)
-    texts: list[str] = []
-
-    def wiki_search(query: str) -> str:
-        """Finds what the conversation found."""
-        return texts.pop(0)
-
-    env = mt.build_env(script_args, args, [wiki_search], form.tokenizer)
-    compared = Counter()
-    for messages in conversations(form, 200):
-        ids, labels = encode(messages, form, build.TOOLS)
-        said = [form.tokenizer.encode(m["content"]) for m in messages if m["role"] == "assistant"]
-        texts[:] = ["[1] " + "\n".join(pair) for pair in found(messages)]
-        assert max(map(len, said)) < args.max_turn_tokens
-        turns = [[*turn, form.tokenizer.eos_token_id] for turn in said]
-        nothing = [form.tokenizer.eos_token_id]  # what a conversation of calls alone has for its last turn
-        rolled, mask = rollout_of(env, messages[1]["content"], [*turns, nothing])
-        assert not texts and len(rolled) > len(ids) - 2 and rolled[: len(ids)] == ids[: len(rolled)]
-        assert all(label == i for i, label, trained in zip(rolled, labels, mask, strict=False) if trained)
-        compared[len(said)] += 1
-    assert min(compared[turns] for turns in (1, 2, 3, 4)) > 5
-
-
-# --- the model -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Prompts that an environment makes longer than the context: no doing of the policy's."""
 
 import json
-import re
 
 import pytest
 from datasets import Dataset
@@ -9,7 +8,6 @@ from scripted import ANSWER, CHATML_TOKENIZER, Scripted
 from test_trainer import settings
 
 from mt_grpo.base.errors import RunError
-from mt_grpo.recipe.checks import limit_context, prepare_env
 from mt_grpo.rollout import StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -66,24 +64,3 @@ def test_prompts_that_reset_makes_too_long_are_not_trained(random_model, tmp_pat
     metrics = trainer.state.log_history[0]
     assert metrics["rewards/Long/mean"] == 1.0 and metrics["rewards/reward/mean"] == 0.5
     assert metrics["stop/context_length"] == pytest.approx(4 / 12) and metrics["reward"] == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(
-    "args, given, limit",
-    [
-        ({}, None, r"model with a longer one \(max_position_embeddings\)"),
-        ({}, 9000, r"model with a longer one \(max_position_embeddings\)"),
-        ({}, 100, "max_model_len"),
-        ({"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 4000}, None, "vllm_max_model_length"),
-    ],
-)
-def test_the_limit_to_raise_is_the_one_that_binds(random_model, tmp_path, args, given, limit):
-    env = MultiTurnToolEnv([], None, environment=Long, max_model_len=given)
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}] * 2)
-    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=8, **args))
-    prepare_env(env, args, random_model, data, None, None)
-    assert re.search(f"{limit}$", env.context_limit)
-    limit_context(env, 50, "--max-model-len of the server at http://here")
-    assert (env.max_model_len, env.context_limit) == (50, "--max-model-len of the server at http://here")
-    limit_context(env, 60, "another")
-    assert env.max_model_len == 50 and env.context_limit.endswith("http://here")

@@ -30,23 +30,25 @@ pytestmark = pytest.mark.skipif(not shutil.which("setpriv"), reason="needs util-
 AS_USER = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
 
 
+def load(allowed=True):
+    """The file as a module, or with namespaces that are not allowed (a command that fails)."""
+    spec = importlib.util.spec_from_file_location("python_sandbox", FILE)
+    module = importlib.util.module_from_spec(spec)
+    source = FILE.read_text() if allowed else re.sub(r"(?s)NAMESPACES = \{.*?\n\}", NOT_ALLOWED, FILE.read_text())
+    exec(compile(source, str(FILE), "exec"), vars(module))
+    return module
+
+
 @pytest.fixture
 def sandbox(monkeypatch):
-    """The file loaded with other settings, or with namespaces that are not allowed (a command that fails)."""
+    """The file loaded with other settings."""
 
-    def load(allowed=True, **values):
+    def load_with(allowed=True, **values):
         for name, value in values.items():
             monkeypatch.setenv(f"PYTHON_SANDBOX_{name}", str(value))
-        spec = importlib.util.spec_from_file_location("python_sandbox", FILE)
-        module = importlib.util.module_from_spec(spec)
-        if allowed:
-            spec.loader.exec_module(module)
-        else:
-            source = re.sub(r"(?s)NAMESPACES = \{.*?\n\}", NOT_ALLOWED, FILE.read_text())
-            exec(compile(source, str(FILE), "exec"), vars(module))
-        return module
+        return load(allowed)
 
-    return load
+    return load_with
 
 
 NOT_ALLOWED = 'NAMESPACES = {("network", "processes"): [["--no-such-namespace"]]}'
@@ -64,7 +66,7 @@ PROGRAMS = {
     "the value of a last line": ("a = 6\na * 7", "42"),
     "printed text and no value": ("for i in range(3):\n    print(i)\nNone", "0\n1\n2"),
     "nothing": ("x = 1", "The program printed nothing."),
-    "no program": ("", "The program printed nothing."),
+    "what was printed before an exit": ("import os\nprint('one')\nos._exit(0)", "one"),
     "an error": (
         "print('before')\n\n1 / 0",
         'before\nTraceback (most recent call last):\n  File "program.py", line 3, in <module>\n    1 / 0\n    ~~^~~\n'
@@ -79,8 +81,6 @@ PROGRAMS = {
     "a signal": ("import os\nos.kill(os.getpid(), 11)", re.compile(r"(Segmentation fault\n)?\[killed by SIGSEGV\]")),
     "other letters": ("print('\u00e4\u4e16')", "\u00e4\u4e16"),
     "no input": ("import sys\nsys.stdin.read()", "''"),
-    "main": ("__name__", "'__main__'"),
-    "functions see variables": ("n = 2\ndef f():\n    return n\nf()", "2"),
     "no environment variables": ("import os\nsorted(set(os.environ) & {'SECRET', 'HF_TOKEN'})", "[]"),
     "its folder is its home": ("import os\nos.path.samefile(os.path.expanduser('~'), '.')", "True"),
     "no core dumps": ("import resource\nresource.getrlimit(resource.RLIMIT_CORE)", "(0, 0)"),
@@ -106,10 +106,7 @@ PROGRAMS = {
 @pytest.fixture(scope="module")
 def loaded():
     os.environ["SECRET"] = "hidden"
-    spec = importlib.util.spec_from_file_location("python_sandbox", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield load()
     del os.environ["SECRET"]
 
 
@@ -125,7 +122,7 @@ def test_a_call_keeps_nothing_and_leaves_nothing(loaded, tmp_path):
     folder = said(loaded, "import os\nopen('kept.txt', 'w').write('1')\nos.getcwd()").strip("'")
     assert not Path(folder).exists()
     assert said(loaded, "import os\nsorted(os.listdir())") == "['program.py', 'runner.py']"
-    deep = "import os\nfor i in range(2000):\n    os.mkdir('a')\n    os.chdir('a')\nprint('deep')"
+    deep = "import os\nfor i in range(1200):\n    os.mkdir('a')\n    os.chdir('a')\nprint('deep')"
     assert said(loaded, deep) == "deep"
     user = int(said(loaded, "import os\nos.getuid()"))
     assert not (loaded.SANDBOX.folder / str(user)).exists()
@@ -163,12 +160,6 @@ def test_folders_of_all_are_its_own(loaded):
         assert said(loaded, f"import os\nos.listdir('{folder}')") == "[]"
 
 
-def test_what_was_printed_is_read_when_the_time_is_over(sandbox):
-    module = sandbox(SECONDS=6)
-    assert said(module, "import time\nprint('one')\ntime.sleep(60)") == "one\n[stopped after 6 seconds]"
-    assert said(module, "import os\nprint('one')\nos._exit(0)") == "one"
-
-
 @as_root
 def test_a_forked_process_takes_users_of_its_own(loaded):
     """Both have what the first one had locked."""
@@ -181,21 +172,6 @@ def test_a_forked_process_takes_users_of_its_own(loaded):
     os.waitpid(child, 0)
     assert int(os.read(reading, 99)) != mine
     os.close(reading), os.close(writing)
-
-
-@as_root
-def test_a_user_of_whom_a_zombie_is_left_is_not_given_out(loaded):
-    """It counts for the limit of processes of the next program, until it is waited for."""
-    users = loaded.Users(loaded.SANDBOX.folder)
-    user = users.take()
-    left = subprocess.Popen(["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sleep", "600"])
-    while not loaded.processes_of(user):
-        time.sleep(0.05)
-    left.kill()
-    users.give_back(user)
-    assert users.take() != user
-    left.wait()
-    assert users.take() == user
 
 
 @as_root
@@ -305,16 +281,6 @@ def test_programs_at_the_same_time_are_different_users(loaded):
 
 
 @as_root
-def test_two_trainers_share_no_user(loaded):
-    one, two = loaded.Users(loaded.SANDBOX.folder), loaded.Users(loaded.SANDBOX.folder)
-    one._next = two._next = 900
-    numbers = [one.take(), two.take(), one.take()]
-    assert len(set(numbers)) == 3 and min(numbers) >= loaded.FIRST_USER + 900
-    two._next = loaded.USERS - 1
-    assert two.take() and loaded.FIRST_USER <= two.take() < loaded.FIRST_USER + 900  # it begins again
-
-
-@as_root
 def test_the_first_process_of_its_namespace_is_out_of_its_reach(loaded):
     """One that it may trace could be made to outlive the trainer. There is another namespace around that one."""
     if "processes" not in loaded.SANDBOX.has:
@@ -346,10 +312,6 @@ def test_what_is_not_allowed_is_said_or_refused(sandbox, caplog, monkeypatch):
     monkeypatch.delenv("PYTHON_SANDBOX_REQUIRE")
     with pytest.raises(RuntimeError, match="cannot run a program as another user, and never runs one as root: "):
         sandbox(PYTHON="/root/no/python")
-
-
-def test_the_least_output(sandbox):
-    assert said(sandbox(OUTPUT=1), "'abcd'") == "'\n... [5 characters left out] ..."
 
 
 ORDINARY = """

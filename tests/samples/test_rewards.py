@@ -1,6 +1,5 @@
 """Tests of the reward files: hand-written rollouts with the value each function must give, and rows of real data."""
 
-import doctest
 import importlib.util
 import inspect
 import json
@@ -109,21 +108,6 @@ def all_of(func, conversations, **columns):
     return func(rollout_turns=[turns_of(messages) for messages in conversations], **columns)
 
 
-# --- The files -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_doctests(module):
-    # Not testmod: it asks sys.modules whose functions these are, and the name there may be another import's.
-    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
-    functions = [value for value in vars(module).values() if inspect.isfunction(value)]
-    for function in functions:
-        for example in finder.find(function, function.__name__, module=False, globs=vars(module).copy()):
-            runner.run(example)
-    assert runner.failures == 0
-    assert runner.tries >= 2 * len(module.TURN_REWARD_FUNCS + module.OUTCOME_REWARD_FUNCS)
-
-
 def test_repeated_helpers_are_identical():
     assert len({inspect.getsource(module._results) for module in MODULES}) == 1
     every_file = [*MODULES, load("chain_reward"), load("judge_reward")]
@@ -148,29 +132,15 @@ def test_lists_of_functions():
     assert names(gsm8k.OUTCOME_REWARD_FUNCS) == ["exact_match_reward_func", "answer_format_reward_func"]
 
 
-# --- Every function on the same inputs -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("func", ALL_FUNCS)
-@pytest.mark.parametrize(
-    "messages", [[], [says("")], [says("   \n")], [{"role": "assistant", "content": None}], [gets("1887")]]
-)
-def test_nothing_written_earns_nothing(func, messages):
-    assert one(func, messages) == 0.0
-    assert one(func, messages, turns=[]) == 0.0
-
-
-@pytest.mark.parametrize("func", ALL_FUNCS)
-def test_no_rollouts(func):
-    assert func(prompts=[], completions=[], completion_ids=[], rollout_turns=[], answer=[]) == []
-
-
-@pytest.mark.parametrize("func", ALL_FUNCS)
-def test_values_keep_the_order_of_the_rollouts(func):
+def test_nothing_written_earns_nothing_and_values_keep_the_order_of_the_rollouts(func):
+    for messages in ([], [says("")], [says("   \n")], [{"role": "assistant", "content": None}], [gets("1887")]):
+        assert one(func, messages) == one(func, messages, turns=[]) == 0.0
     good = [says(SUM), gets("1887"), answers("1887")]
     first, second = all_of(func, [good, []], answer=["1887", "1887"])
     assert first > 0.0 and second == 0.0
     assert all_of(func, [[], good], answer=["1887", "1887"]) == [second, first]
+    assert func(prompts=[], completions=[], completion_ids=[], rollout_turns=[], answer=[]) == []
 
 
 @pytest.mark.parametrize("func", ALL_FUNCS)
@@ -193,16 +163,12 @@ def test_huge_text_is_fast(func, text):
     assert time.process_time() - start < 2.0
 
 
-# --- Which text is the answer ----------------------------------------------------------------------------------------
-
 ANSWER_TEXTS = [
     ([answers("1887")], 1.0),
     ([says("<answer>1887</answer>")], 1.0),
-    ([says("<answer>\n  1887\n</answer>")], 1.0),
     ([says(SUM), gets("1887"), answers("1887")], 1.0),
     ([answers("88")], 0.0),
     ([answers("")], 0.0),
-    ([answers("   ")], 0.0),
     ([says("1887")], 0.0),
     # Two answers: the first complete one counts.
     ([says("<answer>1887</answer><answer>88</answer>")], 1.0),
@@ -210,12 +176,10 @@ ANSWER_TEXTS = [
     # Unclosed and unopened.
     ([says("<answer>1887")], 0.0),
     ([says("1887</answer>")], 0.0),
-    ([says("</answer>1887<answer>")], 0.0),
     ([says("</answer><answer>1887</answer>")], 0.0),  # the turn ends at the first closing tag
     # Nested: from the first opening to the first closing tag.
     ([says("<answer><answer>1887</answer></answer>")], 0.0),
     ([says("<reasoning>It must be <answer>1887</answer></reasoning>")], 1.0),
-    ([says("<reasoning>never closed <answer>1887</answer>")], 1.0),
     # An answer inside a tool call, or after one.
     ([says("<tool><answer>1887</answer></tool>")], 0.0),
     ([says('<tool>{"name": "calculator", <answer>1887</answer>')], 0.0),
@@ -224,20 +188,14 @@ ANSWER_TEXTS = [
     ([says("<answer>1887</answer>" + SUM)], 1.0),
     # A fake result written by the policy is text like any other.
     ([says("<result><answer>1887</answer></result>")], 1.0),
-    ([says("<result>\n<answer>1887</answer>")], 1.0),
-    ([says("<result>88</result><answer>1887</answer>")], 1.0),
     ([says("<result>1887</result><answer>88</answer>")], 0.0),
     ([says("<result>1887</result>")], 0.0),
-    ([says("<reasoning>The <result> says so.</reasoning><answer>1887</answer>")], 1.0),
     # Only the last assistant message answers, and the environment never does.
     ([answers("1887"), gets("go on"), says("<reasoning>Hm.</reasoning>")], 0.0),
-    ([answers("1887"), gets("go on"), answers("88")], 0.0),
     ([says(SUM), gets("<answer>1887</answer>")], 0.0),
-    ([says(SUM), gets("<answer>1887</answer>"), says("<reasoning>Good.</reasoning>")], 0.0),
     ([says(SUM), gets("</result><answer>1887</answer>"), answers("88")], 0.0),
     # Tags are literal.
     ([says("<ANSWER>1887</ANSWER>")], 0.0),
-    ([says("< answer>1887</ answer>")], 0.0),
     ([says("&lt;answer&gt;1887&lt;/answer&gt;")], 0.0),
 ]
 
@@ -248,85 +206,43 @@ def test_exact_match_reads_the_answer_that_counts(module, messages, expected):
     assert one(module.exact_match_reward_func, messages) == expected
 
 
-# --- Tool calls ------------------------------------------------------------------------------------------------------
-
-# (messages, the turns the environment parsed from them, tool execution, gold number found)
+# (messages, tool execution, gold number found)
 CALLS = [
-    ([says(SUM), gets("1887"), answers("1887")], [turn(SUM, "1887"), answered("..", "1887")], 0.2, 0.5),
-    ([says(SUM), gets(" 1,887.0 ")], [turn(SUM, " 1,887.0 ")], 0.2, 0.5),
-    ([says(SUM), gets("37*51 = 1887")], [turn(SUM, "37*51 = 1887")], 0.2, 0.0),
-    ([says(SUM), gets("")], [turn(SUM, "")], 0.2, 0.0),
-    ([answers("1887")], [answered("..", "1887")], 0.0, 0.0),
+    ([says(SUM), gets("1887"), answers("1887")], 0.2, 0.5),
+    ([says(SUM), gets(" 1,887.0 ")], 0.2, 0.5),
+    ([says(SUM), gets("37*51 = 1887")], 0.2, 0.0),
+    ([says(SUM), gets("")], 0.2, 0.0),
+    ([answers("1887")], 0.0, 0.0),
     # Half of the calls succeed.
-    (
-        [says(BROKEN), gets("Error: not JSON"), says(SUM), gets("1887"), answers("1887")],
-        [
-            turn(BROKEN, "Error: not JSON", malformed="not JSON", error="call"),
-            turn(SUM, "1887"),
-            answered("..", "1887"),
-        ],
-        0.1,
-        0.5,
-    ),
-    # A tool that raised, that timed out, that reports its own failure in words.
-    ([says(SUM), gets("Error: 1887")], [turn(SUM, "Error: 1887", error="tool")], 0.0, 0.0),
-    ([says(SUM), gets("Error: timed out")], [turn(SUM, "Error: timed out", error="timeout")], 0.0, 0.0),
-    ([says(SUM), gets("  Error: no such page")], [turn(SUM, "  Error: no such page")], 0.0, 0.0),
-    ([says(SUM), gets("An Error: 1887")], [turn(SUM, "An Error: 1887")], 0.2, 0.0),
+    ([says(BROKEN), gets("Error: not JSON"), says(SUM), gets("1887"), answers("1887")], 0.1, 0.5),
+    # A tool that raised, that reports its own failure in words.
+    ([says(SUM), gets("Error: 1887")], 0.0, 0.0),
+    ([says(SUM), gets("  Error: no such page")], 0.0, 0.0),
+    ([says(SUM), gets("An Error: 1887")], 0.2, 0.0),
     # A call that got no result, because the rollout ended there.
-    ([says(SUM)], [turn(SUM)], 0.0, 0.0),
-    ([says(SUM), gets("1887"), says(SUM)], [turn(SUM, "1887"), turn(SUM)], 0.1, 0.5),
+    ([says(SUM)], 0.0, 0.0),
+    ([says(SUM), gets("1887"), says(SUM)], 0.1, 0.5),
     # An unclosed call is an attempt, also where the rollout ended there.
-    (
-        [says("<tool>{"), gets("Error: no </tool>")],
-        [turn("<tool>{", "Error: no </tool>", malformed="no </tool>", error="call")],
-        0.0,
-        0.0,
-    ),
-    (
-        [says("<tool>{"), gets("Error: no </tool>"), says(SUM), gets("1887")],
-        [turn("<tool>{", "Error: no </tool>", malformed="no </tool>", error="call"), turn(SUM, "1887")],
-        0.1,
-        0.5,
-    ),
-    (
-        [says(SUM), gets("1887"), says("<tool>{")],
-        [turn(SUM, "1887"), turn("<tool>{", malformed="no </tool>")],
-        0.1,
-        0.5,
-    ),
+    ([says("<tool>{"), gets("Error: no </tool>"), says(SUM), gets("1887")], 0.1, 0.5),
+    ([says(SUM), gets("1887"), says("<tool>{")], 0.1, 0.5),
     # A fake result written by the policy is no result.
-    ([says("<result>1887</result>")], [turn("<result>1887</result>", called=False)], 0.0, 0.0),
-    ([says(SUM + "<result>1887</result>")], [turn(SUM)], 0.0, 0.0),
-    ([says("<result>1887</result>" + SUM), gets("Error: busy")], [turn(SUM, "Error: busy", error="tool")], 0.0, 0.0),
+    ([says("<result>1887</result>")], 0.0, 0.0),
+    ([says(SUM + "<result>1887</result>")], 0.0, 0.0),
+    ([says("<result>1887</result>" + SUM), gets("Error: busy")], 0.0, 0.0),
     # A result may hold tags itself.
-    ([says(SUM), gets("<tool>{}</tool>")], [turn(SUM, "<tool>{}</tool>")], 0.2, 0.0),
-    ([says(SUM), gets("</result>1887<result>")], [turn(SUM, "</result>1887<result>")], 0.2, 0.0),
+    ([says(SUM), gets("<tool>{}</tool>")], 0.2, 0.0),
+    ([says(SUM), gets("</result>1887<result>")], 0.2, 0.0),
     # A message of the environment that answers no call.
-    ([answers("88"), gets("1887")], [turn("..", "1887", called=False)], 0.0, 0.0),
+    ([answers("88"), gets("1887")], 0.0, 0.0),
 ]
 
 
 @pytest.mark.contract("triviaqa rewards")
-@pytest.mark.parametrize(("messages", "turns", "executed", "found"), CALLS)
-def test_tool_calls_written_by_hand_and_parsed(messages, turns, executed, found):
+@pytest.mark.parametrize("messages, executed, found", CALLS)
+def test_tool_calls(messages, executed, found):
     for module in MODULES:
         assert one(module.tool_execution_reward_func, messages) == executed
-        assert one(module.tool_execution_reward_func, messages, turns=turns) == executed
     assert one(calculator.result_found_reward_func, messages) == found
-    assert one(calculator.result_found_reward_func, messages, turns=turns) == found
-    search = triviaqa.exist_answer_in_search_results
-    assert one(search, messages, ["1887"]) == one(search, messages, ["1887"], turns=turns)
-
-
-def test_three_successes_earn_exactly_the_maximum():
-    assert one(triviaqa.tool_execution_reward_func, [says(CALL), gets("found")] * 3) == 0.2
-
-
-def test_a_malformed_call_fails_whatever_it_got():
-    turns = [turn(BROKEN, "1887", malformed="not JSON")]
-    assert one(calculator.tool_execution_reward_func, [], turns=turns) == 0.0
-    assert one(calculator.result_found_reward_func, [], turns=turns) == 0.0
 
 
 def several(*results, calls=None, malformed=()):
@@ -376,8 +292,6 @@ def test_an_answer_in_plain_text_is_one():
             assert one(module.exact_match_reward_func, [], turns=turns) == 0.0
 
 
-# --- TriviaQA --------------------------------------------------------------------------------------------------------
-
 GOLDS = [
     (["France"], 1.0),
     (["Spain", "France"], 1.0),
@@ -413,15 +327,11 @@ def test_triviaqa_gold_may_be_a_list_a_dict_or_a_string(gold, exact):
     ("answer", "gold", "exact", "exists"),
     [
         ("france", "France", 1.0, 0.5),
-        ("  FRANCE ", "France", 1.0, 0.5),
         ("in France", "France", 0.0, 0.5),
         ("France.", "France", 0.0, 0.5),
-        ("Franc", "France", 0.0, 0.0),
         ("Frances", "France", 0.0, 0.5),  # a plain substring, as in the paper
         ("Fra nce", "France", 0.0, 0.0),
         ("STRASSE", "Straße", 1.0, 0.5),
-        ("ΟΔΟΣ", "οδος", 1.0, 0.5),
-        ("Łódź", "łódź", 1.0, 0.5),
         ("東京", "東京", 1.0, 0.5),
         ("\u00a0Paris\u2003", "Paris", 1.0, 0.5),
         ("<answer>France", "France", 0.0, 0.5),
@@ -474,8 +384,6 @@ def test_exist_answer_in_search_results(messages, expected):
     [
         ([says(CALL)], 5 / 5),
         ([answers("France")], 5 / 5),
-        ([says(f"\n {CALL} \n")], 5 / 5),
-        ([says(CALL), gets("x"), answers("France")], 10 / 10),
         ([says(CALL), gets("x"), says(CALL), gets("x"), answers("France")], 15 / 15),
         ([says(CALL), gets("x"), says("France")], 5 / 10),
         ([says("<answer>France</answer>")], 2 / 5),  # block, end
@@ -484,13 +392,11 @@ def test_exist_answer_in_search_results(messages, expected):
         ([says("Well. <reasoning>r</reasoning><answer>a</answer>")], 4 / 5),  # all but the start
         ([says("<reasoning>r</reasoning><answer>a</answer> Bye.")], 4 / 5),  # all but the end
         ([says("<reasoning>r</reasoning>\n<answer>a")], 3 / 5),  # reasoning, spacing, start
-        ([says("<reasoning>r</reasoning>\n<tool>{")], 3 / 5),
         ([says("<reasoning>r <answer>a</answer>")], 3 / 5),  # block, start, end
         ([says("<answer>a</answer><reasoning>r</reasoning>")], 2 / 5),  # both fields, in the wrong order
         ([says("<reasoning>r</reasoning>\n<tool>{}</answer>")], 3 / 5),  # a call that never closes
         ([says("</reasoning><reasoning>")], 0 / 5),
         ([says("no tags at all")], 0 / 5),
-        ([says("<result>r</result>")], 0 / 5),
         ([gets("<reasoning>r</reasoning>\n<answer>a</answer>")], 0),
     ],
 )
@@ -525,51 +431,35 @@ def test_the_maxima_are_exact():
         assert one(triviaqa.xml_tag_reward_func, perfect) == 0.2
 
 
-# --- Numbers ---------------------------------------------------------------------------------------------------------
-
 # (answer, gold, calculator: exact match, gsm8k: exact match, gsm8k: reads as a number)
 NUMBERS = [
     ("1887", "1887", 1.0, 1.0, 0.1),
-    (" 1887\n", "1887", 1.0, 1.0, 0.1),
     ("1,887", "1887", 1.0, 1.0, 0.1),
-    ("1887", "1,887", 1.0, 1.0, 0.1),
-    ("1887.0", "1887", 1.0, 1.0, 0.1),
     ("1,887.00", "1887", 1.0, 1.0, 0.1),
     ("-10", "-10", 1.0, 1.0, 0.1),
     ("-0", "0", 1.0, 1.0, 0.1),
-    ("10", "-10", 0.0, 0.0, 0.1),
     ("1887.5", "1887", 0.0, 0.0, 0.1),
     ("88", "1887", 0.0, 0.0, 0.1),
-    ("18870", "1887", 0.0, 0.0, 0.1),
     # Dressed numbers: fine in a word problem, not for the calculator.
-    ("$1887", "1887", 0.0, 1.0, 0.1),
     ("$1,887.00", "1887", 0.0, 1.0, 0.1),
-    ("1887$", "1887", 0.0, 1.0, 0.1),
     ("$ 1887", "1887", 0.0, 1.0, 0.1),
-    ("-$10", "-10", 0.0, 1.0, 0.1),
     ("$-10", "-10", 0.0, 1.0, 0.1),
     ("1887%", "1887", 0.0, 1.0, 0.1),
-    ("1887 %", "1887", 0.0, 1.0, 0.1),
     ("1887.", "1887", 0.0, 1.0, 0.1),
     ("$1,887.50.", "1887.50", 0.0, 1.0, 0.1),
-    ("1887%.", "1887", 0.0, 1.0, 0.1),
-    ("\\$1,887", "1887", 0.0, 1.0, 0.1),
     ("1887\\%", "1887", 0.0, 1.0, 0.1),
     ("$1887$", "1887", 0.0, 1.0, 0.1),
     ("€1,887", "1887", 0.0, 1.0, 0.1),
     # With its unit.
-    ("1887 dollars", "1887", 0.0, 1.0, 0.1),
     ("$1,887 dollars.", "1887", 0.0, 1.0, 0.1),
     ("-10 degrees", "-10", 0.0, 1.0, 0.1),
     ("1887 square feet per hour", "1887", 0.0, 1.0, 0.1),
     ("1887 km/h", "1887", 0.0, 1.0, 0.1),
     ("1887kg", "1887", 0.0, 1.0, 0.1),
-    ("1887 times", "1887", 0.0, 1.0, 0.1),
     ("1887 dozen", "1887", 0.0, 1.0, 0.1),  # a question asks how many dozens
     ("1887 dollars", "188", 0.0, 0.0, 0.1),
     # In a box, wherever it stands.
     ("\\boxed{1887}", "1887", 0.0, 1.0, 0.1),
-    ("$\\boxed{1,887}$", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1{,}887}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{\\$1887.00}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1887\\text{ apples}}", "1887", 0.0, 1.0, 0.1),
@@ -577,7 +467,6 @@ NUMBERS = [
     ("\\boxed{1887}, that is \\boxed{1,887.0}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{88}", "1887", 0.0, 0.0, 0.1),
     ("\\boxed{88} or \\boxed{1887}", "1887", 0.0, 0.0, 0.0),
-    ("\\boxed{1887} or \\boxed{88}", "1887", 0.0, 0.0, 0.0),
     ("\\boxed{1887} \\boxed{}", "1887", 0.0, 0.0, 0.0),
     ("1887 \\boxed{88}", "1887", 0.0, 0.0, 0.1),
     ("\\boxed{37*51}", "1887", 0.0, 0.0, 0.0),
@@ -586,14 +475,11 @@ NUMBERS = [
     # No number, or not only a number and its unit.
     ("not 1887", "1887", 0.0, 0.0, 0.0),
     ("about 1887 dollars", "1887", 0.0, 0.0, 0.0),
-    ("1887 or 88", "1887", 0.0, 0.0, 0.0),
     ("1887 feet, 3 inches", "1887", 0.0, 0.0, 0.0),
-    ("1887 dollars, not 88 dollars", "1887", 0.0, 0.0, 0.0),
     ("1887 is what I get for all of them", "1887", 0.0, 0.0, 0.0),
     ("2 and a half hours", "2", 0.0, 0.0, 0.0),
     ("2 or three", "2", 0.0, 0.0, 0.0),
     ("2 plus three", "2", 0.0, 0.0, 0.0),
-    ("2 minus one", "2", 0.0, 0.0, 0.0),
     ("2 hundred", "2", 0.0, 0.0, 0.0),
     ("1.8 million dollars", "1.8", 0.0, 0.0, 0.0),
     ("5k", "5", 0.0, 0.0, 0.0),
@@ -602,16 +488,11 @@ NUMBERS = [
     ("10^{3}", "10", 0.0, 0.0, 0.0),
     ("2\\frac{1}{2}", "2", 0.0, 0.0, 0.0),
     ("10/", "10", 0.0, 0.0, 0.0),
-    ("1887/1", "1887", 0.0, 0.0, 0.0),
     ("12:30", "12", 0.0, 0.0, 0.0),
-    ("900*2", "1800", 0.0, 0.0, 0.0),
     ("900*2 = 1800", "1800", 0.0, 0.0, 0.0),
-    ("x = 1887", "1887", 0.0, 0.0, 0.0),
     ("The answer is 1887", "1887", 0.0, 0.0, 0.0),
     ("37*51", "1887", 0.0, 0.0, 0.0),
-    ("1887 1887", "1887", 0.0, 0.0, 0.0),
     ("1 887", "1887", 0.0, 0.0, 0.0),
-    ("18,87", "1887", 0.0, 0.0, 0.0),
     (",1887", "1887", 0.0, 0.0, 0.0),
     ("1_887", "1887", 0.0, 0.0, 0.0),
     ("1.887e3", "1887", 0.0, 0.0, 0.0),
@@ -621,14 +502,9 @@ NUMBERS = [
     ("-$-10", "10", 0.0, 0.0, 0.0),
     ("1887..", "1887", 0.0, 0.0, 0.0),
     ("nan", "1887", 0.0, 0.0, 0.0),
-    ("inf", "1887", 0.0, 0.0, 0.0),
-    ("-Infinity", "1887", 0.0, 0.0, 0.0),
     ("１８８７", "1887", 0.0, 0.0, 0.0),
-    ("١٨٨٧", "1887", 0.0, 0.0, 0.0),
     ("$", "1887", 0.0, 0.0, 0.0),
-    ("%", "1887", 0.0, 0.0, 0.0),
     ("-", "1887", 0.0, 0.0, 0.0),
-    (".", "1887", 0.0, 0.0, 0.0),
     ("", "1887", 0.0, 0.0, 0.0),
     # Beyond what a float can tell apart.
     ("9007199254740993", "9007199254740992", 0.0, 0.0, 0.1),
@@ -646,17 +522,13 @@ def test_numbers(answer, gold, calculator_exact, gsm8k_exact, gsm8k_format):
     assert one(calculator.answer_given_reward_func, messages, gold) == 0.1
 
 
-@pytest.mark.parametrize("gold", ["nan", "inf", "Paris", "", None, "1e3"])
+@pytest.mark.parametrize("gold", ["nan", "Paris", "", None, "1e3"])
 def test_a_row_without_a_gold_number_does_not_apply(gold):
+    assert one(calculator.exact_match_reward_func, [answers("1887")], 1887) == 1.0  # it may be one
     messages = [says(SUM), gets("nan"), answers("nan")]
     assert one(calculator.exact_match_reward_func, messages, gold) is None
     assert one(calculator.result_found_reward_func, messages, gold) is None
     assert one(gsm8k.exact_match_reward_func, messages, gold) is None
-
-
-def test_gold_may_be_a_number():
-    assert one(calculator.exact_match_reward_func, [answers("1887")], 1887) == 1.0
-    assert one(gsm8k.exact_match_reward_func, [answers("1887")], 1887.0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -666,10 +538,8 @@ def test_gold_may_be_a_number():
         ([answers("no idea")], 0.1),
         ([says("<answer></answer>")], 0.1),
         ([says("<answer>1887")], 0.0),
-        ([says("1887</answer>")], 0.0),
         ([says("1887")], 0.0),
         ([says("<tool><answer>1887</answer></tool>")], 0.0),
-        ([says("<tool><answer>1887</answer>")], 0.0),
         ([says("<result><answer>1887</answer></result>")], 0.1),
         ([answers("1887"), gets("x"), says("hm")], 0.0),
         ([says(SUM), gets("<answer>1887</answer>")], 0.0),
@@ -684,9 +554,6 @@ def test_the_gold_number_of_a_worked_solution_is_the_last_one_marked():
     assert one(gsm8k.exact_match_reward_func, [answers("15")], gold) == 1.0
     assert one(gsm8k.exact_match_reward_func, [answers("5")], gold) == 0.0
     assert one(gsm8k.exact_match_reward_func, [answers(gold)], gold) == 0.0
-
-
-# --- Rows of real data -----------------------------------------------------------------------------------------------
 
 
 def rows(name: str) -> list[dict]:

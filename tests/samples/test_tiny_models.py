@@ -20,10 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {"xml": "hf_recipes/tiny/calculator.yaml", "hermes": "hf_recipes/tiny/calculator-hermes.yaml"}
 
 
-def call(expression: str, name: str = "calculator") -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
-
-
 def make_env(tool_format: str) -> tuple[mt.MultiTurnToolEnv, build.ChatFormat]:
     """The environment of a recipe, with room for the longest conversation, and its tool format."""
     script_args, args, model_args = load_recipe(str(ROOT / RECIPES[tool_format]), ["--max_completion_length", "900"])
@@ -64,22 +60,6 @@ def test_what_is_imitated_is_a_rollout(tool_format):
         if tool_format == "hermes" and len(rolled) == len(ids):
             assert mask == [int(label != -100) for label in labels]
     assert compared[1] > 10 and compared[2] > 30 and compared[3] > 3
-
-
-def test_a_warm_start_has_every_kind_of_mistake():
-    rng, writing = random.Random(0), build.WRITINGS["hermes"]
-    turns = Counter(build.first_turn("12 + 7 * 3", writing, rng) for _ in range(2000))
-    right, rest = call("12 + 7 * 3"), call("7 * 3")
-    broken = right.replace('"}}', '"}')
-    alone = [right, broken, call("12 + 7 * 3", "search"), call("12 + 7 - 3"), "I will use the calculator."]
-    two = [f"{right}\n{rest}", f"{right}\n{call('7 * 3', 'math')}", f"{broken}\n{rest}"]
-    for turn in alone + two:
-        assert turns[turn] > 1, turn
-    assert sum(turns[text] for text in turns if text.isdigit()) > 100  # an answer without a call
-    answers = Counter(build.answer_turn("wrong digit", ["33", "21"], writing, rng) for _ in range(100))
-    assert answers["33"] == 0 and answers["21"] > 20 and answers["34"] > 0
-    assert build.answer_turn("good", ["33", "21"], writing, rng) == "33"
-    assert build.answer_turn("no tag", ["33"], writing, rng) == "The answer is 33."
 
 
 def test_the_hermes_model_calls_its_tool_and_has_room_to_learn():

@@ -1,7 +1,6 @@
 """The zoom task: its pictures, its environment, its rewards, and that the bundled model learns by what it sees."""
 
 import json
-import random
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.images.pictures import pictures_in, with_pictures
 from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.plugins import load_environment, load_rewards
@@ -49,28 +47,6 @@ def environment_of(image):
     return found
 
 
-# --- the pictures ----------------------------------------------------------------------------------------------------
-
-
-def test_a_picture_has_its_digits_in_its_corners():
-    """Read back by hand: the pixels that are brighter than the background, as three bits for each row."""
-    rng = random.Random(3)
-    for scale in (1, 2):
-        digits = rng.sample(range(10), 4)
-        image = build.draw_picture(digits, scale, rng)
-        assert image.size == (224 * scale, 224 * scale)
-        small = image.resize((224, 224), Image.Resampling.NEAREST)
-        found = []
-        for left, top in ((0, 0), (216, 0), (0, 216), (216, 216)):
-            corner = small.crop((left, top, left + 8, top + 8)).point(lambda value: 255 * (value > 100))
-            x, y, right, bottom = corner.getbbox()
-            rows = tuple(sum((corner.getpixel((x + i, y + j)) > 0) << (2 - i) for i in range(3)) for j in range(5))
-            assert (right - x, bottom - y) == (3, 5)
-            found.append(build.DIGITS.index(rows))
-        assert found == digits
-        assert sum(value > 100 for value in small.get_flattened_data()) < 60  # and nothing elsewhere
-
-
 def test_the_bundled_data_are_those_of_the_program(tmp_path):
     """The same bytes twice, and the pixels of the bundled files, whose bytes depend on the version of zlib."""
     for name in ("one", "two"):
@@ -88,9 +64,6 @@ def test_the_bundled_data_are_those_of_the_program(tmp_path):
             assert environment_of(row["image"]).image.tobytes() == made["image"].convert("RGB").tobytes()
             assert row["answer"] == str(made["digits"][CORNERS.index(row["corner"])])
     assert not {row["image"] for row in rows_of("train")} & {row["image"] for row in rows_of("test")}
-
-
-# --- the environment -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("corner, first", [
@@ -160,32 +133,6 @@ def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
     assert reward([[everywhere]], corner=["top left"]) == [[0.0]]  # which is no choice
     assert outcome([rollout.turns], answer=["7"]) == [1.0] and outcome([rollout.turns], answer=["8"]) == [0.0]
     assert given([rollout.turns]) == [0.1] and given([rollout.turns[:3]]) == given([[]]) == [0.0]
-
-
-# --- the bundled model -----------------------------------------------------------------------------------------------
-
-
-def test_what_is_imitated_has_every_kind_of_mistake(tokenizer):
-    rng, tool_format = random.Random(0), make_format("xml", tokenizer)
-    rows, said, answers = build.make_rows("warm start", 8), set(), []
-    for _ in range(300):
-        row = rng.choice(rows)
-        messages, pictures = build.make_conversation(
-            row, tool_format, build.CALL_SHARES, build.ANSWER_SHARES, rng
-        )  # fmt: skip
-        ids, labels = build.encode(messages, tool_format, build.TOOLS)
-        assert pictures_in(ids) == pictures and all(label == -100 for label in labels if label > 2**31)
-        said.add(messages[2]["content"].replace(row["corner"], "ASKED"))
-        if len(pictures) == 2 and messages[-1]["content"].startswith("<answer>"):
-            shown = next(
-                c for c in CORNERS if crop(row["image"].convert("RGB"), c, 56).tobytes() == pictures[1].image.tobytes()
-            )
-            answers.append(messages[-1]["content"] == f"<answer>{row['digits'][CORNERS.index(shown)]}</answer>")
-    assert build.call("ASKED") in said and build.call("ASKED").replace('"}}', '"}') in said and "ASKED" in said
-    assert all(build.call(corner) in said for corner in CORNERS) and any(text.startswith("<answer>") for text in said)
-    assert 0.6 < mean(answers) < 0.9  # of the digit that the crop shows, whichever was asked for
-    assert build.call_turn("left for right", "bottom left", rng) == build.call("bottom right")
-    assert build.call_turn("left for right", "top right", rng) == build.call("top left")
 
 
 def test_the_model_takes_left_for_right(project_folder):
