@@ -25,7 +25,6 @@ import functools
 import gc
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -40,14 +39,14 @@ import aiohttp
 import requests
 
 from bench import common
-from bench.common import Frame, VLLMServer, machine, median_text, prepare, rounded, spread, stopwatch
+from bench.common import Frame, VLLMServer, machine, memory, prepare, rounded, spread, stopwatch
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 GROUP = 8  # conversations per prompt
 SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
 WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05), 1.0: (1.0,)}
-HEADLINE = (256, 0.2)  # of the last line of --short
+HEADLINE = (256, 0.2)  # which is measured most often
 
 Row = dict[str, Any]
 
@@ -171,11 +170,7 @@ def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> 
 
 
 async def send(url: str, bodies: list[bytes]) -> None:
-    """POST all bodies at once over connections of their own, and read the answers without looking into them.
-
-    Raises:
-        RuntimeError: any status but 200.
-    """
+    """POST all bodies at once over connections of their own. Raises `RuntimeError` for any status but 200."""
 
     async def one(body: bytes) -> None:
         async with session.post(f"{url}/v1/completions", data=body) as answer:
@@ -183,11 +178,9 @@ async def send(url: str, bodies: list[bytes]) -> None:
             if answer.status != 200:
                 raise RuntimeError(f"POST {url}/v1/completions: {answer.status} {text[:500]!r}")
 
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=600),
-        headers={"Content-Type": "application/json"},
-    ) as session:
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         await asyncio.gather(*map(one, bodies))
 
 
@@ -277,14 +270,10 @@ class Bench:
         if shape == "engine":
             self.replayable = requests_made, chain
         return {
-            "shape": shape,
-            "conversations": conversations,
-            "wait": wait,
-            "tokens": sum(n for _, n in requests_made),
-            "seconds": seconds["wall"] + (shape == "reference") * chain,
-            "client_cpu": seconds["cpu"],
-            "peak_mib": common.peak_memory() / 2**20,
-        }
+            "shape": shape, "conversations": conversations, "wait": wait, "tokens": sum(n for _, n in requests_made),
+            "seconds": seconds["wall"] + (shape == "reference") * chain, "client_cpu": seconds["cpu"],
+            "peak_mib": memory("VmHWM") / 2**20,
+        }  # fmt: skip
 
     def warm_up(self) -> None:
         """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
@@ -300,16 +289,12 @@ def measure(bench: Bench, cells: list[Cell]) -> list[Row]:
             for shape in ("engine", "reference", *["lockstep"] * (repetition < cell.lockstep)):
                 row = {**bench.run(shape, cell.conversations, cell.wait), "repetition": repetition}
                 runs.append(row)
-                print(progress(row), flush=True)
+                print(
+                    f"{row['conversations']:>5} conversations, tool {row['wait']:g} s  {shape:<8} "
+                    f"{row['seconds']:7.2f} s  {row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s",
+                    flush=True,
+                )
     return runs
-
-
-def progress(row: Row) -> str:
-    """A run in a line."""
-    return (
-        f"{row['conversations']:>5} conversations, tool {row['wait']:g} s  {row['shape']:<8} {row['seconds']:7.2f} s  "
-        f"{row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s  peak {row['peak_mib']:,.0f} MiB"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,19 +321,15 @@ def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list
     return [r["seconds"] / seconds[r["repetition"]] for r in cell[shape]]
 
 
-def headline(runs: list[Row]) -> str:
-    """The last line of --short: medians at 256 conversations and 0.2 s."""
-    reference, loop = (statistics.median(ratios(runs, *HEADLINE, shape)) for shape in ("reference", "lockstep"))
-    return f"reference {reference:.2f}, lockstep {loop:.1f}x"
-
-
 def cell_text(values: list[float], form: str) -> str:
     """Median, and minimum and maximum where there are several runs.
 
     >>> cell_text([1.0, 3.0, 2.5], ".1f"), cell_text([2.0], ".0f"), cell_text([], ".0f")
     ('2.5 (1.0 to 3.0)', '2', '-')
     """
-    return median_text(values, form) if len(values) > 1 else format(values[0], form) if values else "-"
+    if len(values) < 2:
+        return format(values[0], form) if values else "-"
+    return "{median} ({min} to {max})".format(**{key: format(value, form) for key, value in spread(values).items()})
 
 
 def table(runs: list[Row]) -> list[str]:
@@ -436,16 +417,11 @@ def main(argv: list[str] | None = None) -> None:
         bench.warm_up()
         runs = measure(bench, plan(options.short))
     settings = {
-        "form": "short" if options.short else "full",
-        "model": model,
-        "parameters": "0.9M parameters",
-        "group": GROUP,
+        "form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters", "group": GROUP,
         "max_concurrent_tools": bench.args.max_concurrent_tools,
-    }
+    }  # fmt: skip
     results = rounded({"machine": machine(), "settings": settings, "runs": runs}, 7)
     FRAME.finish(results, options.short)
-    if options.short:
-        print(f"\n{section(results)}\n\n{headline(runs)}")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ backward, optimizer, metrics, logging, the next rows of the dataset. Generation 
 conversations, prepared while nothing is timed and anew for each step. Both correct for importance sampling.
 
 What is fair here, in both directions:
-- TRL gets them through `rollout_func`, its own way in for conversations, as ready lists of ids, masks and logprobs.
-  The trainer here gets `Rollout` objects, so that deriving those lists from the turns is in its time only.
-- TRL decodes completions after it has generated; the trainer here does so within generation. It is made to decode
-  each turn once in its step, so that both pay for one decoding of what was sampled.
+- TRL gets them through `rollout_func`, as ready lists of ids, masks and logprobs. The trainer here gets `Rollout`
+  objects, so that deriving those lists from the turns is in its time only.
+- TRL decodes completions after it has generated; the trainer here is made to decode each turn once in its step.
 - Not in either time: rendering prompts, parsing calls, running tools, pushing weights.
 - Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
   rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
@@ -52,16 +51,7 @@ from unittest.mock import patch
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import (
-    ROOT,
-    Frame,
-    end_with_parent,
-    machine,
-    memory,
-    rounded,
-    spread,
-    stopwatch,
-)
+from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch
 from bench.sync import SIZES
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -226,28 +216,22 @@ def as_rollouts(conversations: list[Conversation]) -> list:
     """
     from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 
-    return [
-        Rollout(
-            list(conversation["prompt"]),
-            list(conversation["prompt_ids"]),
-            index,
-            [
-                Turn(
-                    list(turn["token_ids"]),
-                    list(turn["logprobs"]),
-                    "",
-                    "stop",
-                    [ToolCall("calculator", turn["call"])] if turn["call"] else [],
-                    [ToolResult(turn["result"])] if turn["call"] else [],
-                    messages=[dict(message) for message in turn["messages"]],
-                    observation_ids=list(turn["observation_ids"]),
-                    context=Context([], list(turn["context"])) if "context" in turn else None,
-                )
-                for turn in conversation["turns"]
-            ],
-            StopReason.ANSWERED,
+    def turn_of(turn: dict[str, Any]) -> Turn:
+        return Turn(
+            list(turn["token_ids"]),
+            list(turn["logprobs"]),
+            "",
+            "stop",
+            [ToolCall("calculator", turn["call"])] if turn["call"] else [],
+            [ToolResult(turn["result"])] if turn["call"] else [],
+            messages=[dict(message) for message in turn["messages"]],
+            observation_ids=list(turn["observation_ids"]),
+            context=Context([], list(turn["context"])) if "context" in turn else None,
         )
-        for index, conversation in enumerate(conversations)
+
+    return [
+        Rollout(list(c["prompt"]), list(c["prompt_ids"]), i, [*map(turn_of, c["turns"])], StopReason.ANSWERED)
+        for i, c in enumerate(conversations)
     ]
 
 
@@ -317,16 +301,9 @@ def build_model(shape: Shape) -> Any:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if shape["model"] == "135M":
-        config = LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-            max_position_embeddings=CONTEXT,
-        )
+        sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+        heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+        config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, max_position_embeddings=CONTEXT)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = HERMES_MODEL if shape["generates"] else MODEL
     config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
@@ -365,12 +342,9 @@ def build_trainer(
         "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False, **changes,
     }  # fmt: skip
     common = {
-        "model": build_model(shape),
-        "train_dataset": Dataset.from_list(rows * 200),
-        "processing_class": tokenizer,
-        "callbacks": [meter],
-        "peft_config": adapter,
-    }
+        "model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200), "processing_class": tokenizer,
+        "callbacks": [meter], "peft_config": adapter,
+    }  # fmt: skip
     if generates:
         meter.prepare = lambda: None
         settings["max_completion_length"] = 2 * longest
@@ -396,13 +370,8 @@ def build_trainer(
         from mt_grpo.recipe.plugins import load_tools
 
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
-        trainer = mt.MTGRPOEnvTrainer(
-            args=mt.MTGRPOConfig(**settings),
-            env=env,
-            turn_reward_funcs=[turn_reward],
-            outcome_reward_funcs=[outcome_reward],
-            **common,
-        )
+        rewards = {"turn_reward_funcs": [turn_reward], "outcome_reward_funcs": [outcome_reward]}
+        trainer = mt.MTGRPOEnvTrainer(args=mt.MTGRPOConfig(**settings), env=env, **rewards, **common)
 
         def roll_out(prompts: list) -> list:
             turns = [turn for rollout in meter.batch for turn in rollout.turns]
@@ -508,7 +477,7 @@ def serve(side: str, shape: Shape, conversations: list[Conversation], threads: i
 
 
 class Side:
-    """The parent's end of one child: `with Side("ours", shape, conversations, threads) as side: side.step()`.
+    """The parent's end of one child: `with Side("ours", shape, conversations, threads) as side: side.ask("step")`.
 
     Raises `RuntimeError` where the child has ended; what it said about it is on stderr.
     """
@@ -533,10 +502,6 @@ class Side:
             self.process.join(10)
             raise RuntimeError(f"The process of {self.name} ended with exit code {self.process.exitcode}.") from None
 
-    def step(self) -> dict[str, float]:
-        """One step: `wall` and `cpu` seconds, and the tokens that were `sampled` and `computed`."""
-        return self.ask("step")
-
     def __enter__(self) -> "Side":
         return self
 
@@ -553,9 +518,7 @@ class Side:
 
 
 @contextlib.contextmanager
-def both_sides(
-    shape: Shape, conversations: list[Conversation], threads: int, memory: dict[str, str]
-) -> Iterator[dict[str, Side]]:
+def both_sides(shape: Shape, conversations: list[Conversation], threads: int, memory: dict[str, str]) -> Iterator:
     """A process for each side."""
     with contextlib.ExitStack() as stack:
         yield {side: stack.enter_context(Side(side, shape, conversations, threads, memory)) for side in SIDES}
@@ -582,7 +545,7 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
         taken: list[dict[str, dict[str, float]]] = []
         for number in range(shape["warm_up"] + shape["pairs"]):
             order = SIDES if number % 2 == 0 else SIDES[::-1]
-            steps = {name: [sides[name].step() for _ in range(1 + shape["settle"])][-1] for name in order}
+            steps = {name: [sides[name].ask("step") for _ in range(1 + shape["settle"])][-1] for name in order}
             taken += [steps] if number >= shape["warm_up"] else []
             if steps["ours"]["sampled"] != steps["trl"]["sampled"]:
                 raise RuntimeError(f"The sides sampled {steps} tokens, expected equally many.")
@@ -592,7 +555,7 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
         for _ in range(2):
             for side in sides.values():
-                side.step()
+                side.ask("step")
         memory = {"peak_mib": {name: side.ask("report")["peak_mib"] for name, side in sides.items()}}
     trained = sum(len(t["token_ids"]) for c in conversations for t in c["turns"])
     computed = {"trl": len(lengths) * (max(prompts) + max(lengths)), "ours": taken[-1]["ours"]["computed"]}
@@ -623,32 +586,13 @@ def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[
         side: {kind: statistics.median(p[side][kind] for p in pairs) for kind in ("wall", "cpu")} for side in SIDES
     }
     peak = memory["peak_mib"]
-    return {
-        "pairs": len(pairs),
-        "ratio": {**ratios, "memory": peak["ours"] / peak["trl"]},
-        "median_seconds": seconds,
-        "memory": memory,
-    }
+    ratios["memory"] = peak["ours"] / peak["trl"]
+    return {"pairs": len(pairs), "ratio": ratios, "median_seconds": seconds, "memory": memory}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The report
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def summary(results: dict[str, Any]) -> str:
-    """How many times as fast as TRL's step each shape is.
-
-    >>> ratio = {"wall": {"median": 0.25}, "cpu": {"median": 0.2}, "memory": 0.5}
-    >>> summary({"shapes": {"recipe": {"title": "tiny recipe", "goal": 2.5, "ratio": ratio}}})
-    'tiny recipe: 4.00 times as fast as TRL (CPU seconds 5.00 times), 0.50 of its memory; goal 2.5'
-    """
-    return "\n".join(
-        f"{row['title']}: {1 / row['ratio']['wall']['median']:.2f} times as fast as TRL (CPU seconds "
-        f"{1 / row['ratio']['cpu']['median']:.2f} times), {row['ratio']['memory']:.2f} of its memory"
-        + (f"; goal {row['goal']:g}" if row["goal"] else "")
-        for row in results["shapes"].values()
-    )
 
 
 def section(results: dict[str, Any]) -> str:
@@ -681,15 +625,6 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check_same(results: dict[str, Any] | None, threads: int) -> None:
-    """End where new rows would stand beside rows of other threads, of another machine or of other versions."""
-    if results is None:
-        return
-    for what, had, now in (("--threads", results["threads"], threads), ("a machine", results["machine"], machine())):
-        if had != now:
-            sys.exit(f"error: {what} {now}, and {FRAME.results} has rows of {had}. Take the same, or all shapes anew.")
-
-
 FRAME = Frame("step", section)
 
 
@@ -705,8 +640,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     if options is None:
         return
-    if min(options.threads, 1 if options.pairs is None else options.pairs) < 1:
-        sys.exit("error: --threads and --pairs must be at least 1.")
     if (options.pairs or 0) % 2:
         sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
@@ -720,7 +653,8 @@ def main(argv: list[str] | None = None) -> None:
     shapes = chosen(options.shapes, options.short, options.pairs)
     joins = options.shapes and not options.short and FRAME.results.is_file()
     found = json.loads(FRAME.results.read_text(encoding="utf-8")) if joins else None
-    check_same(found, options.threads)
+    if found and (found["threads"], found["machine"]) != (options.threads, machine()):
+        sys.exit(f"error: {FRAME.results} has rows of other threads or of another machine. Take all shapes anew.")
     started, rows = time.perf_counter(), {}
     for name, shape in shapes.items():
         rows[name] = run_shape(shape, options.threads)
@@ -731,7 +665,6 @@ def main(argv: list[str] | None = None) -> None:
         figures = {"threads": options.threads, "minutes": minutes, "shapes": rows}
         results = rounded({"machine": machine(), **figures}, 5)
     FRAME.finish(results, options.short)
-    print(summary(results))
 
 
 if __name__ == "__main__":
