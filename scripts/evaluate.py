@@ -76,20 +76,11 @@ RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names
 def ends_in(config: GenerationConfig) -> list[int]:
     """The ids that end a turn by a generation config. Training ends turns there too.
 
-    >>> ends_in(GenerationConfig(eos_token_id=2)), ends_in(GenerationConfig(eos_token_id=[2, 7])), ends_in(
-    ...     GenerationConfig())
-    ([2], [2, 7], [])
+    >>> [ends_in(GenerationConfig(eos_token_id=ids)) for ids in (2, [2, 7], None)]
+    [[2], [2, 7], []]
     """
     ends = config.eos_token_id
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
-
-
-def generation_ends(path: str, model_args: Any) -> list[int]:
-    """Those of a model that a server has, by its folder or name here. None where it has no such file."""
-    try:
-        return ends_in(GenerationConfig.from_pretrained(path, revision=revision_of(path, model_args)))
-    except OSError:
-        return []
 
 
 def in_process_backend(
@@ -139,15 +130,12 @@ def revision_of(source: str, model_args: mt.ModelKeys) -> str:
 
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> Any:
     """A language model on the GPU if there is one. It reads images, or text alone, then maybe with a LoRA adapter."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    source, kind = path, AutoModelForCausalLM
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if (adapter := Path(path) / "adapter_config.json").is_file():  # whose folder has no configuration of a model
+            source = json.loads(adapter.read_text())["base_model_name_or_path"]
+        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
         kind = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
-    except (OSError, ValueError):  # an adapter's folder has no configuration of a model
-        kind = AutoModelForCausalLM
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
-            if AutoConfig.from_pretrained(base).model_type in FAMILIES:
-                kind = AutoModelForImageTextToText
     how = {"trust_remote_code": args.trust_remote_code, "revision": revision_of(path, model_args)}
     how |= {"dtype": model_args.dtype or "auto", "attn_implementation": model_args.attn_implementation}
     model = kind.from_pretrained(path, **how)
@@ -179,14 +167,12 @@ def evaluate(
         recipe: A recipe file, or what `load_recipe` or `mt_grpo_trainer.parse_arguments` made of one.
         num_problems: The first so many rows of the split.
         split: `test` or `train`, or what the dataset calls it.
-        seed: Of the sampling in-process; the problems do not depend on it. A server samples by its own `--seed`: a
-            seed in a request ends the engine of vLLM 0.31 on a CPU.
+        seed: Of the sampling in this process; the problems do not depend on it. A server samples by its own `--seed`.
         k: Samples per problem.
         tokenizer: None: the model's, or that of the recipe's model.
         batch_size: Conversations at a time; more need more memory.
         progress: Show a bar on standard error.
-        greedy: Take the most probable token each time. What a model can do before any training shows here: RL that
-            only makes it do so more often sharpens, and teaches nothing new.
+        greedy: Take the most probable token each time: what the model can do before any training.
         show: The first so many conversations are given back, too.
 
     Returns:
@@ -218,7 +204,10 @@ def evaluate(
     else:
         forbid(reader_of(tokenizer), model)
     env = mt.build_env(script_args, args, tools, tokenizer)
-    env.add_ends(generation_ends(path, model_args) if served else ends_in(model.generation_config))
+    generation = None if served else model.generation_config
+    with contextlib.suppress(OSError):  # a served model may have no such file here
+        generation = generation or GenerationConfig.from_pretrained(path, revision=revision_of(path, model_args))
+    env.add_ends(ends_in(generation) if generation else [])
     rows = load_problems(script_args, split, num_problems, env)
     check_images(rows, split, env)
     env.max_model_len = check_context(env, config, rows, args)
@@ -232,8 +221,13 @@ def evaluate(
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
-    if "reference" in asked_of(functions.functions) - column_lists(repeated[:1], rows).keys():
+    policy, asked = {}, asked_of(functions.functions) - column_lists(repeated[:1], rows).keys()
+    if "reference" in asked:
         raise ValueError("a reward function asks `reference`, and an evaluation has one model. Leave it out.")
+    if "policy" in asked_of(functions.functions):
+        written = env.format_of(tokenizer)
+        own = contextlib.nullcontext, lambda: "evaluated"
+        policy["policy"] = scores_of_servers(model, written) if served else scores_of_model(model, written, *own)
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         sampling = {"temperature": 0.0} if greedy else sampling_params(args)
         if served:  # in this process `in_process_backend` stops there
@@ -241,7 +235,7 @@ def evaluate(
         rollouts = roll_out(backend, env, repeated, sampling, seed, batch_size, bar)
     batch = Batch(repeated, k, mode="train" if split == "train" else "eval", data=rows, rollouts=rollouts)
     try:
-        scores = score(functions, batch, args.reward_timeout, asked_policy(functions, env.format_of(tokenizer), model))
+        scores = score(functions, batch, args.reward_timeout, policy)
     finally:
         env.close(rollouts)
 
@@ -249,12 +243,12 @@ def evaluate(
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
     found = found and [found_or_not(*each) for each in zip(found, repeated, rollouts, strict=True)]
     answers = [row.get("answer") for row in repeated]
-    has_tools = bool(env.tools) or any(r.tools or any(turn.results for turn in r.turns) for r in rollouts)
-    seen = any(result.pictures for rollout in rollouts for turn in rollout.turns for result in turn.results)
+    results = [[result for turn in rollout.turns for result in turn.results] for rollout in rollouts]
+    has_tools = bool(env.tools) or any(rollout.tools or each for rollout, each in zip(rollouts, results, strict=True))
+    seen = any(result.pictures for each in results for result in each)
     if found is None and has_tools and not seen and all(isinstance(answer, str) for answer in answers):
-        read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
         golds = [accepted_answers(answer)[0] for answer in answers]
-        found = [gold in texts for texts, gold in zip(read, golds, strict=True)]
+        found = [gold in [result.text for result in each] for gold, each in zip(golds, results, strict=True)]
     groups = [[v > 0 for v in exact[i : i + k] if v is not None] for i in range(0, len(exact or []), k)]
     solved = None if exact is None else [any(group) if group else None for group in groups]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
@@ -343,24 +337,13 @@ def roll_out(
     return rollouts
 
 
-def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[str, Any]:
-    """`policy` for the functions that ask it: the client of a server, or a model of this process."""
-    asked = asked_of(functions.functions)
-    if "policy" not in asked:
-        return {}
-    if isinstance(model, mt.VLLMServerClient):
-        scores = scores_of_servers(model, written)
-    else:
-        scores = scores_of_model(model, written, contextlib.nullcontext, lambda: "evaluated")
-    return {"policy": scores}
-
-
 def score(
     functions: RewardFunctions, batch: Batch, timeout: float, asked: dict[str, Any]
 ) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
 
-    `asked`: see `asked_policy`. No function sees a rollout whose environment failed. Raises `RuntimeError` if all did.
+    `asked`: further arguments of the functions. No function sees a rollout whose environment failed. Raises
+    `RuntimeError` if all did.
     """
     rollouts = batch.rollouts
     if all(rollout.failed for rollout in rollouts):
@@ -407,11 +390,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def without_unused(rewards: dict[str, float | None]) -> dict[str, float | None]:
-    """Turn rewards by their functions, without those of environments and tools that gave none.
-
-    >>> without_unused({"environment": None, "tool": 0.5, "right_call": None})
-    {'tool': 0.5, 'right_call': None}
-    """
+    """Turn rewards by their functions, without those of environments and tools that gave none."""
     return {name: value for name, value in rewards.items() if value is not None or name not in OF_ENVIRONMENTS}
 
 
@@ -422,13 +401,10 @@ def table(result: dict[str, Any]) -> str:
     # One file has no splits: whoever trains on it is asked the questions of the training.
     where = f"{result['file']} (a file has no splits)" if result.get("file") else f"split {result['split']}"
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
-    lines = [
-        f"model     {result['model']} ({result['backend']})",
-        *([f"weights   {result['weights']}"] if result.get("weights") else []),
-        f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s",
-        f"sampling  {sampled}{seeded}",
-        "",
-    ]
+    lines = [f"model     {result['model']} ({result['backend']})"]
+    lines += [f"weights   {result['weights']}"] if result.get("weights") else []
+    lines.append(f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s")
+    lines += [f"sampling  {sampled}{seeded}", ""]
     rows = [("exact match (pass@1)", result["exact_match"])]
     rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
     rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"])]
