@@ -68,9 +68,7 @@ from mt_grpo.training.rewards import RewardFunctions
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
 RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names of rewards for a tool's right result
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Backends
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Backends --
 
 
 def ends_in(config: GenerationConfig) -> list[int]:
@@ -142,9 +140,7 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> An
     return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Evaluation --
 
 
 def evaluate(
@@ -380,9 +376,7 @@ def succeeded(turn: Turn) -> bool:
     return any(result.error is None and not result.text.startswith("Error:") for result in turn.results)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The table
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The table --
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -97,9 +97,7 @@ def why_not(case: str, gpus: int) -> str | None:
     return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One case: a process of its own
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One case: a process of its own --
 
 
 def meter() -> Any:
@@ -317,9 +315,7 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All cases
-# ---------------------------------------------------------------------------------------------------------------------
+# -- All cases --
 
 
 def make_server(model: Path, case: str, gpus: list[str], options: argparse.Namespace) -> VLLMServer:

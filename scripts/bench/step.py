@@ -90,9 +90,7 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # where memory counts: what 
 Shape = dict[str, Any]
 Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids, logprobs, text, call, result, ...
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Canned conversations, made once in the parent
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Canned conversations, made once in the parent --
 
 
 def make_conversations(shape: Shape) -> list[Conversation]:
@@ -235,9 +233,7 @@ def as_rollouts(conversations: list[Conversation]) -> list:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One side: a process with one trainer
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One side: a process with one trainer --
 
 
 def turn_reward(rollout_turns: list[list], **kwargs) -> list[list[float | None]]:
@@ -512,9 +508,7 @@ class Side:
         self.process.join()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pairs
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Pairs --
 
 
 @contextlib.contextmanager
@@ -590,9 +584,7 @@ def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[
     return {"pairs": len(pairs), "ratio": ratios, "median_seconds": seconds, "memory": memory}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The report --
 
 
 def section(results: dict[str, Any]) -> str:

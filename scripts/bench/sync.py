@@ -44,9 +44,7 @@ REPETITIONS, SHORT_REPETITIONS = 5, 3
 LORA_RANK = 16
 CHUNK = 2**26  # bytes of one plain write or read
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One model --
 
 
 def build_model(size: str, folder: Path, dtype: str) -> Path:
@@ -209,9 +207,7 @@ def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool =
     return {**row, "server_start_seconds": round(up, 1)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All models, the report
-# ---------------------------------------------------------------------------------------------------------------------
+# -- All models, the report --
 
 
 def short(seconds: float) -> str:

@@ -73,9 +73,7 @@ HERMES_TEMPLATE = """\
 DIGITS = pre_tokenizers.Digits(individual_digits=True)  # so that copying a number is copying its digits
 Example = tuple[list[int], list[int]]  # ids and labels
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A builder's frame
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A builder's frame --
 
 
 def read_arguments(doc: str, output_dir: Path, steps: int, threads: int = 2, **further: dict[str, Any]) -> Any:
@@ -104,9 +102,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
             print(f"\n{table(evaluate(str(folder), recipe, greedy=greedy, progress=False))}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversations
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Conversations --
 
 
 def change_one(text: str, alphabet: str, rng: random.Random) -> str:
@@ -154,9 +150,7 @@ def result_messages(turn: Turn, tool_format: ChatFormat, max_tokens: int) -> lis
     return tool_format.fit(turn, [], math.inf, max_tokens)[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The model --
 
 
 def train_tokenizer(

@@ -59,9 +59,7 @@ RIGHT = {"good": 1}
 
 Facts = dict[tuple[str, str], str]  # (relation, entity) -> entity
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The encyclopedia
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The encyclopedia --
 
 
 def relations_of(entity: str) -> tuple[str, ...]:
@@ -152,9 +150,7 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversations with known mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Conversations with known mistakes --
 
 
 def change_word(entity: str, rng: random.Random) -> str:
@@ -246,9 +242,7 @@ def make_conversation(
     return messages
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Model --
 
 
 def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFast:

@@ -74,9 +74,7 @@ WRITINGS = {
     "hermes": Writing("<tool_call>\n%s\n</tool_call>", "arguments", "%s", "The answer is %s.", second_call=0.25),
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data: conversations with known mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Data: conversations with known mistakes --
 
 
 def call_turn(kind: str, expression: str, writing: Writing, rng: random.Random) -> str:
@@ -168,9 +166,7 @@ def make_conversation(
     return messages
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Model --
 
 
 def build_tokenizer(

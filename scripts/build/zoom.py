@@ -86,9 +86,7 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures and rows
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Pictures and rows --
 
 
 def draw_picture(digits: list[int], scale: int, rng: random.Random) -> Image.Image:
@@ -142,9 +140,7 @@ def write_data(folder: Path, num_rows: dict[str, int], scale: int = 1) -> None:
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversations with known mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Conversations with known mistakes --
 
 
 def call(corner: str) -> str:
@@ -207,9 +203,7 @@ def drawing(
     return next_example
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Model --
 
 
 def build_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:

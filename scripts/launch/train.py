@@ -70,9 +70,7 @@ def fail(message: str, status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The story
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The story --
 
 
 def main() -> None:
@@ -164,9 +162,7 @@ def train(launch: "Launch", command: Command, servers: "list[Server]", restarts:
     return exit_code(trainer)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is started
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is started --
 
 
 def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str = "127.0.0.1") -> Command:
@@ -340,9 +336,7 @@ class Server:
         print(f"train: the last lines of {self.log}:", *lines, sep="\n    ", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing is left behind
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Nothing is left behind --
 
 
 class Launch:
@@ -407,9 +401,7 @@ def exit_code(process: subprocess.Popen) -> int:
     return code if code >= 0 else 128 - code
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is asked for
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is asked for --
 
 
 def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
