@@ -1,6 +1,7 @@
 """What the builders of the bundled models share: a tokenizer, a model, conversations as examples, the warm start."""
 
 import argparse
+import json
 import math
 import random
 import time
@@ -117,6 +118,22 @@ def draw(shares: dict[str, int], rng: random.Random) -> str:
     return rng.choices(list(shares), weights=list(shares.values()))[0]
 
 
+def call(name: str, **arguments: str) -> str:
+    """A call as the format xml has it."""
+    return f"<tool>{json.dumps({'name': name, 'args': arguments})}</tool>"
+
+
+def broken(text: str, rng: random.Random) -> str:
+    """A call whose JSON cannot be read."""
+    return rng.choice((text.replace('"}}', '"}'), text.replace('"}}', "}}"), text.replace(": {", " {")))
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def opening(question: str, system: str) -> list[Message]:
     return [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
 
@@ -184,25 +201,22 @@ def train_tokenizer(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads,
+        "head_dim": 32, "num_hidden_layers": num_layers, "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+    }  # fmt: skip
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32 * num_heads,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=32,
-        intermediate_size=96 * num_heads,
+        **sizes,
+        **ends,
+        bos_token_id=None,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.06,  # at this width the default 0.02 learns to copy digits several times more slowly
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(do_sample=True, **ends)
     return model
 
 
