@@ -173,12 +173,12 @@ def evaluate(
 
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
-        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None where there is no
-        tool), `result_found` (share for which a reward function says so; without one, of which a tool's result was
-        the answer itself), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries that the
-        recipe's rewards cannot tell are None. With `show` also `conversations`: of each the `messages` from
-        the prompt's last one on, the `calls`, the `answer`, the `stop_reason`, the `rewards` (a turn's added up) and
-        the `error` of an environment.
+        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None without tools),
+        `result_found` (share for which a reward function says so; without one, of which a tool's result was the
+        answer itself), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries that the rewards
+        cannot tell are None. With `show` also `conversations`: of each the `messages` from the prompt's last one
+        on, the `calls`, the `answer`, the `stop_reason`, the `rewards` (a turn's added up) and the `error` of an
+        environment.
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -291,9 +291,9 @@ def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]
 
 
 def found_or_not(value: float | None, row: dict[str, Any], rollout: Rollout) -> float | None:
-    """What a function says of the results of a rollout; 0 where it gives none because there is no result.
+    """What a function says of a rollout's results; 0 where it gives none because there is no result.
 
-    So does a function that judges each turn. A row without an answer still has none.
+    A row without an answer still has none.
     """
     nothing_read = not any(turn.results for turn in rollout.turns)
     return 0.0 if value is None and nothing_read and row.get("answer") is not None else value
@@ -343,20 +343,14 @@ def score(
     """
     rollouts = batch.rollouts
     if all(rollout.failed for rollout in rollouts):
-        raise RuntimeError(
-            f"The environment failed in all {len(rollouts)} rollouts. The first error: {rollouts[0].error}"
-        )
+        raise RuntimeError(f"The environment failed in all {len(rollouts)} rollouts. The first: {rollouts[0].error}")
     told = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **asked}
     values = functions.score(batch, told, timeout, torch.device("cpu"))
     return {name: [total(value) for value in column] for name, column in zip(functions.names, values, strict=True)}
 
 
 def total(value: float | list[float | None] | None) -> float | None:
-    """One number per rollout, the sum over its turns.
-
-    >>> total([0.5, None, 0.25]), total([None]), total(1)
-    (0.75, None, 1.0)
-    """
+    """One number per rollout, the sum over its turns."""
     values = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
     return float(sum(values)) if values else None
 
@@ -435,9 +429,8 @@ def main(argv: list[str] | None = None) -> None:
         recipe = load_recipe(options.config, overrides)
         model, tokenizer = options.model or recipe[2].model_name_or_path, None
         if options.server:
-            tokenizer = AutoTokenizer.from_pretrained(
-                model, trust_remote_code=recipe[1].trust_remote_code, revision=revision_of(model, recipe[2])
-            )
+            how = {"trust_remote_code": recipe[1].trust_remote_code, "revision": revision_of(model, recipe[2])}
+            tokenizer = AutoTokenizer.from_pretrained(model, **how)
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()

@@ -95,15 +95,11 @@ def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1)
         return gpus, [""] * servers
     per_server = per_engine * engines
     taken = servers * per_server
-    if len(gpus) <= taken and taken == 1:
-        raise ValueError(
-            "The recipe needs a vLLM server (vllm_mode: server), which takes one GPU, and only one GPU is visible. "
-            "Expected two or more. With one GPU add: --vllm_mode colocate"
-        )
     if len(gpus) <= taken:
         raise ValueError(
             f"VLLM_SERVERS={servers} with VLLM_TP={per_engine}{and_engines(engines)} take {taken} GPUs, and "
-            f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains: lower one of these numbers."
+            f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains. With one GPU add: "
+            "--vllm_mode colocate"
         )
     generating = gpus[-taken:]
     return gpus[:-taken], [",".join(generating[i : i + per_server]) for i in range(0, taken, per_server)]
@@ -231,7 +227,7 @@ def check_installed(engine: str) -> None:
     if engine == "sglang" and shutil.which(sglang_python()) is None:
         raise ValueError(
             f"SGLang is not installed: {sglang_python()} is no interpreter. Run: bash scripts/setup.sh --sglang, or "
-            "set SGLANG_PYTHON to the interpreter of an environment that has it."
+            "set SGLANG_PYTHON."
         )
 
 

@@ -1,7 +1,6 @@
 """The scripts: evaluation of a random tiny model, and train.sh with stand-ins for the server and the trainer."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,7 @@ import torch
 import vision_model
 import warm_python
 from bench.common import free_port
-from launch import keeper, launch_plan, train
+from launch import launch_plan, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from vision_run import write_recipe
@@ -709,7 +708,7 @@ def test_the_plan_of_several_servers(recipe, monkeypatch):
 
 
 STAND_IN = f"""#!{sys.executable}
-import fcntl, http.server, json, os, signal, subprocess, sys, tempfile, threading, time
+import http.server, json, os, signal, subprocess, sys, tempfile, threading, time
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 if sys.argv[1].endswith("/train.py"):
@@ -756,12 +755,6 @@ elif kind == "vllm":
         sys.exit()
     server.serve_forever()
 elif kind == "accelerate":
-    weights = tempfile.mkdtemp(prefix=".mt-grpo-")
-    lock = open(weights + "/lock", "w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(weights, weights.replace("/.mt-grpo-", "/mt-grpo-weights-"))  # as WeightTransfer makes it
-    with open(out + "/weights", "w") as file:
-        print(weights.replace("/.mt-grpo-", "/mt-grpo-weights-"), end="", file=file)
     if os.environ.get("STAND_IN_TRAINER") == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if "STAND_IN_TRAINER" in os.environ:
@@ -817,10 +810,6 @@ class Launch:
                 continue
         return found
 
-    def weights(self):
-        """The folder in which the trainer's weights are on their way to a server."""
-        return Path((self.calls.parent / "weights").read_text())
-
     def wait_until_nothing_lives(self):
         deadline = time.monotonic() + 20
         while self.living() and time.monotonic() < deadline:
@@ -849,7 +838,7 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
     launch = Launch(tmp_path, recipe, STAND_IN_DEAF="1", STOP_TIMEOUT="1", SERVER_TIMEOUT="100")
     launch.wait_for("training\n")
     deaf = [psutil.Process(int(pid)) for pid in (tmp_path / "deaf").read_text().split()]
-    assert len(deaf) == 2 and launch.weights().is_dir()
+    assert len(deaf) == 2
     time.sleep(1)  # until both ignore SIGTERM
     launch.process.kill()
     try:
@@ -860,7 +849,6 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
         for process in deaf:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    assert not launch.weights().exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
@@ -887,30 +875,6 @@ def test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores(tmp_path, r
     keeper.kill()
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143 and launch.living() == []
-    assert not launch.weights().exists()
-
-
-def test_weights_of_a_running_trainer_and_of_others_stay(tmp_path, monkeypatch):
-    """The keeper of another launch removes what a killed trainer left, and nothing else."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    names = "dead", "held", "no lock", "file", "a link's lock"
-    dead, held, unknown, file, linked = folders = [tmp_path / f"mt-grpo-weights-{name}" for name in names]
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/lock").write_text("")
-    file.write_text("")
-    (tmp_path / "mt-grpo-weights-link").symlink_to(tmp_path / "elsewhere")
-    for folder in (dead, held, unknown, linked):
-        folder.mkdir()
-    (linked / "lock").symlink_to(tmp_path / "elsewhere/lock")
-    (dead / "lock").write_text("")
-    (dead / "model.safetensors").write_text("")
-    with open(held / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        keeper.remove_weights()
-    assert [folder.exists() for folder in folders] == [False, True, True, True, True]
-    assert (tmp_path / "elsewhere/lock").exists()
-    keeper.remove_weights()
-    assert not held.exists()
 
 
 @pytest.mark.contract("train.sh")
@@ -925,7 +889,6 @@ def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
     assert calls[2:4] == ["health 503", "health 200"]
     assert "--logprobs-mode processed_logprobs" in calls[1] and f"--host 127.0.0.1 --port {launch.port} " in calls[1]
     assert calls[-1].endswith(f"--max_steps 2 --vllm_server_port {launch.port}")  # it chooses the folder for weights
-    assert not launch.weights().exists()
     assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n"
 
 
