@@ -174,14 +174,8 @@ def run(job: Job) -> dict[str, Any]:
     }
     row |= curve_figures(row["train_exact_match"])
     trainer.model.eval()
-    result = evaluate.evaluate(
-        trainer.model,
-        recipe,
-        NUM_PROBLEMS,
-        tokenizer=trainer.processing_class,
-        progress=False,
-        batch_size=NUM_PROBLEMS,
-    )
+    how = {"tokenizer": trainer.processing_class, "progress": False, "batch_size": NUM_PROBLEMS}
+    result = evaluate.evaluate(trainer.model, recipe, NUM_PROBLEMS, **how)
     row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns")}
     row["exact_match"] = result["rewards"]["outcome"][outcome]
     row |= {"train_seconds": round(trained - started, 1), "seconds": round(time.perf_counter() - started, 1)}

@@ -202,12 +202,7 @@ def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any
 
 
 def edited(conversations: list[Conversation]) -> list[Conversation]:
-    """Cut the last result in half before each further turn, which so begins a record of its own.
-
-    >>> turns = [{"token_ids": [5, 6], "observation_ids": [7, 8]}, {"token_ids": [9], "observation_ids": []}]
-    >>> edited([{"prompt_ids": [1], "turns": turns}])[0]["turns"][1]["context"]
-    [1, 5, 6, 7]
-    """
+    """Cut the last result in half before each further turn, which so begins a record of its own."""
     for conversation in conversations:
         read = list(conversation["prompt_ids"])
         for turn, following in zip(conversation["turns"], conversation["turns"][1:]):
@@ -219,11 +214,10 @@ def edited(conversations: list[Conversation]) -> list[Conversation]:
 
 def lora(shape: dict) -> Any:
     """An adapter with random weights, where the shape asks for one."""
-    if not shape.get("lora"):
-        return None
     from peft import LoraConfig
 
-    return LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+    how = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "init_lora_weights": False}
+    return LoraConfig(target_modules="all-linear", **how) if shape.get("lora") else None
 
 
 def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -232,11 +226,6 @@ def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, di
     if options.tiny:
         kind = {"rollouts": 16, "tokens": 60, "prompt": 64, "model": "tiny"}
     return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in names}
-
-
-def sides_of(shape: dict) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Whose step of a shape is measured: TRL's trainer has no rows for some."""
-    return {title: side for title, side in STEP_SIDES.items() if side[0] == "ours" or "edited" not in shape}
 
 
 def freed() -> None:
@@ -264,7 +253,9 @@ def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     on_gpu, found = torch.cuda.is_available(), {}
     changes = {"use_cpu": not on_gpu, "bf16": True, "max_steps": options.steps + WARM_UP + 1}
     for name, shape in shapes_of(options.shapes or STEP_SHAPES, options).items():
-        for title, (side, own) in sides_of(shape).items():
+        for title, (side, own) in STEP_SIDES.items():
+            if side == "trl" and "edited" in shape:  # it has no rows for them
+                continue
             watch = meter()
             train_canned(side, shape, folder, watch, **{**changes, **own})
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
@@ -371,13 +362,7 @@ def aggregate(case: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(row: dict[str, Any]) -> dict[str, float | None]:
-    """Medians over the steps that are counted; None for what the log does not have.
-
-    >>> log = [{"reward": 0.1, "rollout/wait_seconds": 1.0, "sync/seconds": 0.5}] * 5
-    >>> got = summary({"seconds": [9.0, 9.0, 4.0, 2.0, 3.0], "log": log, "allocated": 2**30, "used": 2**31})
-    >>> got["step"], got["rollouts"], got["sync"], got["training"], got["used"], got["difference"]
-    (3.0, 1.0, 0.5, 1.5, 2.0, None)
-    """
+    """Medians over the steps that are counted; None for what the log does not have."""
     found = {"step": statistics.median(row["seconds"][WARM_UP:] or row["seconds"])}
     for name, key in PHASES.items():
         values = [entry[key] for entry in row["log"][WARM_UP : len(row["seconds"])] if key in entry]
@@ -503,12 +488,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def of_the_same(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """The results that were measured with what `run` names; they are added, without a case, where there are none.
-
-    >>> results = {"runs": [{"gpus": "A", "cases": {"colocate": {}}}]}
-    >>> [of_the_same(results, {"gpus": name})["cases"] for name in "AB"], len(results["runs"])
-    ([{'colocate': {}}, {}], 2)
-    """
+    """The results that were measured with what `run` names; they are added, without a case, where there are none."""
     for known in results["runs"]:
         if all(known[key] == value for key, value in run.items()):
             return known

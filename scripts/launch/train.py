@@ -130,15 +130,12 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
 
 def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[Server]":
     """Start the servers of a plan, each on its own port and GPUs, without waiting for them."""
-    servers = []
-    wanted = plan["wanted_port"]
+    servers, wanted, several = [], plan["wanted_port"], len(plan["server_gpus"]) > 1
     for number, gpus in enumerate(plan["server_gpus"]):
         port = lock_ports(wanted)
         if port != wanted:
             say(f"port {wanted} is taken, using {port}")
-        wanted = port + 1
-        several = len(plan["server_gpus"]) > 1
-        title = TITLES[plan["engine"]]
+        wanted, title = port + 1, TITLES[plan["engine"]]
         name = f"{title} server {number}" if several else f"the {title} server"
         log = Path(plan["output_dir"]) / f"{plan['engine']}_server{f'.{number}' if several else ''}.log"
         server = Server(launch, server_command(python, plan, port, gpus), port, name, log)
@@ -218,7 +215,6 @@ def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
 
 
 def sglang_python() -> str:
-    """The interpreter that has SGLang."""
     return os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
 
 

@@ -13,20 +13,13 @@ from mt_grpo.reports.progress import METRICS_FILE, evaluation_prefix
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The logs of a run in an output directory, by step. Steps that a resumed run trained again count once, the later.
 
-    Without `metrics.jsonl` the rows are those of `trainer_state.json`. A line that is not JSON is left out.
+    A line that is not JSON is left out.
     """
-
-    def read(text: str) -> Any:
-        return json.loads(text, parse_constant=lambda name: None)  # NaN and infinities
-
     logs: list[Any] = []
     with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError):
-                logs.append(read(line))
-    if not logs:
-        with suppress(OSError, ValueError):
-            logs = read((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+                logs.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
     rows: dict[tuple, dict[str, Any]] = {}
     for row in logs:
         if isinstance(row, dict) and "step" in row:

@@ -376,17 +376,9 @@ function colourBar(items, kind, run, id) {
 }
 
 function hints(items) {
-  const text = items.some(hasTokens) ? "Grey text is not in the loss. Hold the pointer over a token, or tap it, to read its numbers."
+  const text = items.some(hasTokens) ? "Grey text is not in the loss. Hold the pointer over a token to read its numbers."
     : "The log has no tokens, so each turn has one colour. With log_rollout_tokens: true each token has its own.";
-  return [state.colour !== "none" && el("p", { class: "soft small" }, text), el("div", { class: "readout", "aria-live": "polite" })];
-}
-
-function pickToken(event) {  // a finger has no pointer that hovers
-  const token = event.target.closest(".t");
-  if (!token) return;
-  main.querySelector(".t.chosen")?.classList.remove("chosen");
-  token.classList.add("chosen");
-  say(main.querySelector(".readout"), `${token.textContent.slice(0, 40)}: ${token.title}`);
+  return state.colour !== "none" && el("p", { class: "soft small" }, text);
 }
 
 function tokenNumbers(turn, i) {
@@ -547,8 +539,7 @@ async function showRollout(run, id) {
       at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "end of this page of the list"),
       colourBar([item], "rollout", run, id)),
     hints([item]),
-    el("div", { onclick: pickToken },
-      conversation(item, `${stepText(item.step, item.mode)}, rollout ${item.number}`, colour, scale, true)),
+    conversation(item, `${stepText(item.step, item.mode)}, rollout ${item.number}`, colour, scale, true),
   ];
 }
 
@@ -647,7 +638,7 @@ async function showGroup(run, id, query) {
     group(items, run),
     others.length ? group(others, 1 - run)
       : runs.length > 1 && el("p", { class: "note" }, `The log of ${runs[1 - run].name} has no rollout of this prompt.`),
-    DATA.only && el("div", { class: "side", onclick: pickToken },
+    DATA.only && el("div", { class: "side" },
       items.map((item) => conversation(item, `rollout ${item.number}`, colour, scale, false))),
   ];
 }
