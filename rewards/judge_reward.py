@@ -134,7 +134,7 @@ async def judged_answer_reward_func(
     """
     requests = []  # a text or None per rollout
     for prompt, turns, gold in zip(prompts, rollout_turns, answer or [None] * len(prompts), strict=True):
-        given = _answer(turns)
+        given = _answer(turns) or ""
         requests.append(_request(ANSWER_PROMPT, prompt, gold, [given]) if given.strip() else None)
     scores = await _ask({text: 1 for text in requests if text is not None}, kwargs.get("log_metric"))
     return [0.0 if text is None else scores[text][0] for text in requests]
@@ -155,7 +155,7 @@ async def judged_group_reward_func(
 
     Range: 0.0 to 1.0. None: the judge's reply does not have as many numbers as answers.
     """
-    given = [_answer(turns).strip() for turns in rollout_turns]
+    given = [(_answer(turns) or "").strip() for turns in rollout_turns]
     shown: dict[int, list[str]] = {}  # group -> its different answers
     for group, text in zip(groups, given, strict=True):
         shown.setdefault(group, [])
@@ -218,9 +218,9 @@ def _request(template: str, prompt: list[dict[str, Any]], gold: Any, answers: li
     )
 
 
-def _answer(turns: list[Any]) -> str:
-    """Return the answer of the last turn, an empty text without an answer."""
-    return (turns[-1].answer if turns else None) or ""
+def _answer(turns: list[Any]) -> str | None:
+    """Return the answer of the last turn, None without an answer."""
+    return turns[-1].answer if turns else None
 
 
 def _golds(gold: Any) -> list[str]:
