@@ -33,7 +33,6 @@ from mt_grpo.recipe.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -131,9 +130,9 @@ def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
     assert [len(ids) <= args.max_completion_length for ids in sample(3, batch_size=3)] == [True] * 4
 
 
-def scripted_client(monkeypatch, texts):
+def scripted_client(monkeypatch, model, texts):
     """A server client that answers every conversation with the same turns."""
-    client = mt.VLLMServerClient()
+    client = mt.VLLMServerClient(tokenizer=AutoTokenizer.from_pretrained(model))
     client.__dict__["model_card"] = {"id": "scripted", "max_model_len": 900}
 
     async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
@@ -192,8 +191,8 @@ def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch, 
         setattr(args, key, value)
     expected = {**SAMPLING, **changes.get("generation_kwargs", {})}
     assert ev.sampling_params(args) == expected
-    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), noted_sampling(client)
+    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
+    sent = noted_sampling(client)
     ev.evaluate(client, (script_args, args, model_args), 1, tokenizer=client.tokenizer, progress=False)
     assert sent and all({key: each[key] for key in expected} == expected for each in sent)
     args.use_vllm, args.generation_kwargs = False, {**SAMPLING, **(args.generation_kwargs or {})}
@@ -216,7 +215,7 @@ def test_turns_end_where_they_do_in_training(random_model, recipe, monkeypatch, 
     asked, made = [], mt.build_env
     monkeypatch.setattr(mt, "build_env", lambda *given: asked.append(made(*given)) or asked[-1])
     if served:
-        given = scripted_client(monkeypatch, ["<answer>1</answer>"])
+        given = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
         given.tokenizer, sent = tokenizer, noted_sampling(given)
     else:
         given = str(model)
@@ -280,8 +279,8 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     path.write_text(SAYS)
     rows = [{"question": name, "answer": name.lower()} for name in "ABC"]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    client = scripted_client(monkeypatch, [])
-    client.tokenizer, asked = AutoTokenizer.from_pretrained(random_model), []
+    client = scripted_client(monkeypatch, random_model, [])
+    asked = []
     right = {"A": [True] * 3, "B": [False] * 2, "C": [True, True, False]}
 
     async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
@@ -309,24 +308,6 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     assert (result["exact_match"], result["pass_at_k"]) == (3 / 5, 1 / 2)
 
 
-@pytest.mark.contract("evaluate")
-def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe, tmp_path):
-    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
-    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100"])
-    result = ev.evaluate(client, parsed, num_problems=1, split="train", k=3, tokenizer=client.tokenizer,
-                         progress=False)  # fmt: skip
-    assert (result["backend"], result["model"]) == ("vllm server", "scripted")
-    assert (result["exact_match"], result["pass_at_k"]) == (1.0, 1.0)
-    assert (result["tool_executed"], result["result_found"], result["mean_turns"]) == (1.0, 1.0, 2.0)
-    assert result["stop_reasons"] == {"answered": 1.0} and "conversations" not in result
-    (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
-    parsed[0].reward_fn = str(tmp_path / "raises.py")
-    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data, counted from 0\)"):
-        ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
-
-
 @pytest.mark.parametrize(
     "version, words",
     [
@@ -336,8 +317,7 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
     ],
 )
 def test_which_weights_a_server_holds_stands_beside_its_models_name(monkeypatch, random_model, recipe, version, words):
-    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
 
     async def held():
         return version
@@ -355,14 +335,17 @@ def test_a_server_with_another_vocabulary_is_not_evaluated(monkeypatch, recipe):
         ev.main(["--config", recipe, "--server", "http://127.0.0.1:9"])
 
 
-def test_conversations_are_shown(monkeypatch, random_model, recipe):
+@pytest.mark.contract("evaluate")
+def test_a_server_is_evaluated_and_conversations_are_shown(monkeypatch, random_model, recipe, tmp_path):
     """From the question on, with the calls, the answer, the end and every reward that applies."""
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(monkeypatch, random_model, [call, "<answer>-286</answer>"])
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100"])
     result = ev.evaluate(client, parsed, num_problems=2, split="train", k=2, tokenizer=client.tokenizer,
                          progress=False, show=3)  # fmt: skip
+    assert (result["backend"], result["model"]) == ("vllm server", "scripted")
+    assert (result["exact_match"], result["tool_executed"], result["mean_turns"]) == (0.5, 1.0, 2.0)
+    assert (result["pass_at_k"], result["result_found"], result["stop_reasons"]) == (0.5, 0.5, {"answered": 1.0})
     first = result["conversations"][0]
     assert len(result["conversations"]) == 3 and result["conversations"][1] == first  # two samples of the first row
     assert [message["role"] for message in first["messages"]] == ["user", "assistant", "user", "assistant"]
@@ -383,6 +366,10 @@ def test_conversations_are_shown(monkeypatch, random_model, recipe):
     json.dumps(result)
     broken = {**first, "messages": [], "stop_reason": "environment_error", "rewards": {}, "error": "no board"}
     assert ev.transcript(broken) == "    ended  environment_error; no board"
+    (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
+    parsed[0].reward_fn = str(tmp_path / "raises.py")
+    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data, counted from 0\)"):
+        ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
 JUDGES_TURNS = """
@@ -399,8 +386,9 @@ def test_who_did_not_search_did_not_find(says, found, monkeypatch, random_model,
     """A reward per turn is none for a rollout without a result. `result_found` is a share of all rollouts."""
     (tmp_path / "judges_turns.py").write_text(JUDGES_TURNS)
     call = f'<tool>{{"name": "calculator", "args": {{"expression": "{says}"}}}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>1</answer>"] if says else ["<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(
+        monkeypatch, random_model, [call, "<answer>1</answer>"] if says else ["<answer>-286</answer>"]
+    )
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--reward_fn",
                                      str(tmp_path / "judges_turns.py")])  # fmt: skip
     result = ev.evaluate(client, parsed, num_problems=1, split="train", tokenizer=client.tokenizer, progress=False)
@@ -425,8 +413,7 @@ def test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found(
     row = {"question": "What is 99 - 55 * 7?", "answer": "55 * 7 is 385.\n#### -286"}
     (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(monkeypatch, random_model, [call, "<answer>-286</answer>"])
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--dataset_name",
                                      str(tmp_path), "--reward_fn", str(tmp_path / "reads_calls.py")])  # fmt: skip
     result = ev.evaluate(client, parsed, num_problems=1, tokenizer=client.tokenizer, progress=False)
@@ -468,8 +455,8 @@ def test_greedy_takes_the_most_probable_token(random_model, recipe):
 
 
 def test_a_server_is_asked_for_the_most_probable_token(monkeypatch, random_model, recipe):
-    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), noted_sampling(client)
+    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
+    sent = noted_sampling(client)
     parsed = ev.load_recipe(recipe, ["--top_p", "0.5"])
     ev.evaluate(client, parsed, 1, tokenizer=client.tokenizer, progress=False, greedy=True)
     assert sent and all((each["temperature"], each.get("top_p", 1.0)) == (0.0, 1.0) for each in sent)
@@ -533,14 +520,7 @@ def test_the_quickstart_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
     assert seen == ["there"]
 
 
-# --- shell scripts ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_valid_bash(script):
-    assert script.read_text().startswith("#!/usr/bin/env bash\n")
-    assert "set -euo pipefail" in script.read_text()
-    subprocess.run(["bash", "-n", script], check=True)
+# --- train.sh and serve.sh -------------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
@@ -621,13 +601,6 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     (launched,) = [line for line in launch.calls.read_text().splitlines() if line.startswith("accelerate")]
     assert f" {copy} --config {recipe}" in launched
     assert Launch(tmp_path, recipe, TRAINER="nowhere.py").end()[0] == 2
-
-
-def test_a_server_needs_a_gpu_of_its_own():
-    with pytest.raises(ValueError, match="colocate"):
-        launch_plan.share_gpus(["0"], 1, 1)
-    with pytest.raises(ValueError, match="VLLM_SERVERS=2 with VLLM_TP=2 take 4 GPUs, and 4 are visible"):
-        launch_plan.share_gpus(list("0123"), 2, 2)
 
 
 @pytest.mark.parametrize("flags", ["--data-parallel-size 2", "--data_parallel_size=2", "--seed 3 -dp 2 -dpb mp"])
@@ -1106,19 +1079,6 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, re
         server.kill()
         server.communicate()
     os.close(train.lock_port(port))
-
-
-def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    port = free_port()
-    lock = train.lock_port(port)
-    assert train.lock_port(port) is None and train.lock_ports(port) > port
-    (path,) = tmp_path.glob(f"mt-grpo-*-port-{port}.lock")
-    assert path.stat().st_mode & 0o777 == 0o600 and not os.get_inheritable(lock)
-    os.close(lock)
-    path.write_text("a note of its owner")
-    assert (again := train.lock_port(port)) is not None and path.read_text() == "a note of its owner"
-    os.close(again)
 
 
 @pytest.mark.contract("SmolLM2")

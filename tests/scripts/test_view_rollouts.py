@@ -694,18 +694,6 @@ def test_one_step_can_be_seen(open_page, tmp_path):
     assert table_ids(page) == [1] and page.inner_text("tbody a") == "3"
 
 
-def contrast(first, second):
-    """WCAG 2's contrast ratio of two colours such as #1b1b1f."""
-
-    def luminance(colour):
-        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    light, dark = sorted([luminance(first), luminance(second)], reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
 def test_two_runs_are_overlaid(open_page, tmp_path):
     for name, gain in (("first", 1), ("second", 2)):
         folder = write_log(tmp_path / name, rows()[: 2 * gain])
