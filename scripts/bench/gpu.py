@@ -162,7 +162,7 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     if changes:
         settings["vllm_importance_sampling_mode"] = "token_truncate"
     if changes.get("vllm_mode") == "colocate":
-        settings |= {"vllm_gpu_memory_utilization": options.share, "vllm_max_model_length": 512 + options.tokens}
+        settings |= {"vllm_gpu_memory_utilization": SHARE, "vllm_max_model_length": 512 + options.tokens}
     rows = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in make_arithmetic(512, 0)]
     watch = meter()
     common = {"model": model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
@@ -314,7 +314,7 @@ def make_server(model: Path, case: str, gpus: list[str], options: argparse.Names
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
     flags += ["--max-model-len", str(512 + options.tokens)]
     if gpus:
-        flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else options.share)]
+        flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else SHARE)]
     if case.startswith("server, nccl"):
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
     return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
@@ -325,7 +325,7 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
     output, log = folder / f"{case}.json", folder / f"{case}.log"
     output.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output)]
-    for name in ("steps", "tokens", "rollouts", "share"):
+    for name in ("steps", "tokens", "rollouts"):
         command += [f"--{name}", str(getattr(options, name))]
     command += [*["--tiny"] * options.tiny, *(["--shapes", *options.shapes] if options.shapes else [])]
     place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
@@ -459,7 +459,6 @@ def main(argv: list[str] | None = None) -> int:
         steps=number,
         rollouts=number,
         tokens=number,
-        share={"type": float, "default": SHARE, "help": "of a GPU's memory for vLLM where the trainer is on it, too"},
         shapes={"nargs": "+", "choices": BATCHES, "help": "of the cases `step` and `gradients`"},
         run=of_a_case,
         model=of_a_case,

@@ -261,20 +261,14 @@ FRAME = Frame("sync", markdown)
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = FRAME.parse(
-        __doc__,
-        argv,
-        "a quick run; docs/speed.md stays as it is",
-        sizes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
-    )
+    options = FRAME.parse(__doc__, argv, "a quick run; docs/speed.md stays as it is")
     if options is None:
         return
     repetitions = SHORT_REPETITIONS if options.short else REPETITIONS
     prepare(threads=1)
-    jobs = [(size, "float32", False) for size in SIZES if size in options.sizes]
-    if not options.short and "0.6B" in options.sizes:
-        jobs.append(("0.6B", "bfloat16", False))
-    jobs += [(size, "float32", True) for size in options.sizes if SIZES[size] is not None]
+    jobs = [(size, "float32", False) for size in SIZES]
+    jobs += [] if options.short else [("0.6B", "bfloat16", False)]
+    jobs += [(size, "float32", True) for size in SIZES if SIZES[size] is not None]
     results: dict[str, Any] = {"machine": machine(), "sync_dir": SYNC_DIR, "short": options.short, "rows": []}
     for size, dtype, lora in jobs:
         row = measure(size, dtype, repetitions, lora)

@@ -3,7 +3,6 @@
     python scripts/build/squad_search.py runs/squad                        # from the Hub: rajpurkar/squad_v2
     python scripts/build/squad_search.py runs/squad --source FOLDER        # of corpus.jsonl and qa.jsonl
     python scripts/build/squad_search.py runs/squad --sentences 1          # each sentence is a passage, without title
-    python scripts/build/squad_search.py runs/squad --articles 20          # the first so many articles
     python scripts/build/squad_search.py runs/squad --titles Normans "Southern California"
 
 Writes into the folder:
@@ -137,18 +136,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("output_dir", type=Path, help="a folder, which may be new")
     parser.add_argument("--source", type=Path, help="a folder with corpus.jsonl and qa.jsonl; default: the Hub")
     parser.add_argument("--sentences", type=int, help="a passage is so many sentences; default: it is whole")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--articles", type=int, help="the first so many; default: all")
-    which.add_argument("--titles", nargs="+", help="these articles")
+    parser.add_argument("--titles", nargs="+", help="these articles; default: all")
     args = parser.parse_args(argv)
     try:
         passages, questions = from_hub() if args.source is None else from_folder(args.source)
-        if args.articles is not None:
-            args.titles = list(dict.fromkeys(passage["title"] for passage in passages))[: args.articles]
         if args.titles is not None:
             passages, questions = of_titles(passages, questions, args.titles)
         if not questions:
-            raise ValueError("There is no question. Expected at least one; --articles takes the first so many.")
+            raise ValueError("There is no question. Expected at least one.")
         if args.sentences is not None and args.sentences < 1:
             raise ValueError(f"--sentences is {args.sentences}, expected 1 or more.")
     except (ValueError, OSError) as error:

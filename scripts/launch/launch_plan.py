@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -63,24 +64,13 @@ def data_parallel_size() -> int:
     """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
 
     A server gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number, and
-    for --tensor-parallel-size in VLLM_ARGS.
+    for --tensor-parallel-size in VLLM_ARGS, whose GPUs would not be counted.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    engines = ("--data-parallel-size", "--data_parallel_size", "-dp", "--dp-size", "--dp")
-    parser.add_argument(*engines, dest="size", default="1")
-    gpus = ("--tensor-parallel-size", "--tensor_parallel_size", "-tp", "--tp-size", "--tp")
-    parser.add_argument(*gpus, dest="gpus", nargs="?", const="N")
     text = os.environ.get("VLLM_ARGS", "")
-    try:
-        found = parser.parse_known_args(text.split())[0]
-        if found.gpus is not None:  # more than were counted
-            raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP={found.gpus}.")
-        size = found.size
-    except argparse.ArgumentError:  # nothing follows
-        size = ""
-    if not size.isdecimal() or int(size) < 1:
-        raise ValueError(f"VLLM_ARGS={text!r}: --data-parallel-size is {size!r}, expected a whole number, 1 or more.")
-    return int(size)
+    if re.search(r"(^|\s)(--tensor[-_]parallel[-_]size|--tp-size|--tp|-tp)\b", text):
+        raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP.")
+    found = re.search(r"(?:^|\s)(?:--data[-_]parallel[-_]size|--dp-size|--dp|-dp)(?:[\s=]+(\S+)|$)", text)
+    return int(found[1] or "nothing") if found else 1
 
 
 def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1) -> tuple[list[str], list[str]]:

@@ -85,10 +85,6 @@ def main() -> None:
     launch = Launch(limits["STOP_TIMEOUT"])
     try:
         status = run(launch, python, recipe, arguments, limits)
-    except BrokenPipeError:  # nobody reads what is said; the status is that of a SIGPIPE
-        sys.stdout, status = None, 141
-    except OSError as error:  # such as no room on the disk
-        fail(str(error), 1)
     finally:
         launch.end()
     sys.exit(status)

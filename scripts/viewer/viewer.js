@@ -246,9 +246,9 @@ async function showCurves() {
 
 // -- 4. The list of rollouts --
 
-const COLUMNS = [["step", "step", "number"], ["", "group", "number wide"], ["number", "rollout", "number wide"],
-  ["reward", "reward", "number"], ["", "stop reason", ""], ["turns", "turns", "number wide"], ["tokens", "tokens", "number wide"],
-  ["seconds", "seconds", "number wide"], ["", "tools", "wide"], ["", "errors", ""], ["", "prompt", ""]];
+const COLUMNS = [["step", "step", "number"], ["", "group", "number"], ["number", "rollout", "number"],
+  ["reward", "reward", "number"], ["", "stop reason", ""], ["turns", "turns", "number"], ["tokens", "tokens", "number"],
+  ["seconds", "seconds", "number"], ["", "tools", ""], ["", "errors", ""], ["", "prompt", ""]];
 const conversationHash = (kind, run, id, { colour = state.colour, turn } = {}) =>
   hashOf(`${kind}/${run}/${id}`, { turn, colour: colour === "advantage" ? undefined : colour });
 const hashOf = (view, query) => `#${view}?${parameters(query)}`.replace(/\?$/, "");
@@ -277,9 +277,7 @@ function filters(query) {
     choice("stop", "stop reason", same(info.stops), "all"), choice("tool", "tool", same(info.tools), "all"),
     choice("error", "error", [["any", "any"], ...same(info.errors)], "all"),
     el("button", {}, "Filter"), el("a", { href: hashOf("rollouts", { run: query.run }) }, "clear"));
-  const used = Object.entries(query).filter(([name, value]) => value && !["sort", "descending", "offset", "run"].includes(name));
-  const open = state.filters ?? (!matchMedia("(max-width: 45rem)").matches || used.length > 0);
-  return el("details", { class: "filters", open, ontoggle: (event) => { state.filters = event.target.open; } },
+  return el("details", { class: "filters", open: state.filters ?? true, ontoggle: (event) => { state.filters = event.target.open; } },
     el("summary", {}, "Filters"), form);
 }
 
