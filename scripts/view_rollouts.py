@@ -22,6 +22,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -250,11 +251,7 @@ def images_of_page(run: Run, rollouts: list[dict[str, Any]], most: int) -> dict[
 
 
 class Viewer:
-    """Answers the page's questions, one at a time; the page asks for `info`, which reads on in the logs, every 3 s.
-
-    Args:
-        folders: Output directories, at most two.
-    """
+    """Answers the page's questions, one at a time; the page asks for `info`, which reads on in the logs, every 3 s."""
 
     def __init__(self, folders: list[Path]):
         self.runs = open_runs(folders)
@@ -270,14 +267,9 @@ class Viewer:
         app.router.add_get("/api/info", self.answer(lambda request: {"runs": [run.info() for run in self.runs]}))
         app.router.add_get(rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}", self.image)
         app.router.add_get("/api/panels", self.answer(lambda request: curves(self.runs)))
-        for path, ask in {
-            "rollouts/{run:\\d+}": lambda log, request: log.table(dict(request.query)),
-            "rollout/{run:\\d+}/{id:\\d+}": lambda log, request: log.rollout(int(request.match_info["id"])),
-            "group/{run:\\d+}/{id:\\d+}": lambda log, request: log.group(int(request.match_info["id"])),
-        }.items():
-            app.router.add_get(
-                f"/api/{path}", self.answer(lambda request, ask=ask: ask(self.log_of(request), request))
-            )
+        for kind, path in (("table", "rollouts"), ("rollout", "rollout"), ("group", "group")):
+            place = "" if kind == "table" else r"/{id:\d+}"
+            app.router.add_get(rf"/api/{path}/{{run:\d+}}{place}", self.answer(partial(self.of_log, kind)))
         return app
 
     @web.middleware
@@ -314,12 +306,12 @@ class Viewer:
 
         return handler
 
-    def log_of(self, request: web.Request) -> LogReader:
-        """The log of the run that is asked for. Raises `ValueError`."""
-        number = int(request.match_info["run"])
+    def of_log(self, kind: str, request: web.Request) -> Any:
+        """The table, a rollout or a group of the log of a run. Raises `ValueError`."""
+        number, place = int(request.match_info["run"]), request.match_info.get("id")
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
-        return self.runs[number].log
+        return getattr(self.runs[number].log, kind)(dict(request.query) if place is None else int(place))
 
 
 def main(argv: list[str] | None = None) -> None:

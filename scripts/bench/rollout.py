@@ -83,12 +83,7 @@ def plan(short: bool) -> list[Cell]:
 
 
 def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
-    """The tool after a wait: call i of all conversations waits `waits[i % len(waits)]` seconds, in whatever thread.
-
-    >>> import tempfile
-    >>> delayed(tempfile.gettempprefix, (0.0,)).__name__
-    'gettempprefix'
-    """
+    """The tool after a wait: call i of all conversations waits `waits[i % len(waits)]` seconds, in whatever thread."""
     calls = itertools.count()  # `next` is atomic, so every wait occurs exactly as often as it should
 
     @functools.wraps(tool)
@@ -101,11 +96,7 @@ def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
 
 
 def waited(seconds: float, waits: tuple[float, ...]) -> float:
-    """How long a call that took `seconds` slept: not what the engine added, which would excuse it in the reference.
-
-    >>> waited(0.83, WAITS[0.2]), waited(0.09, WAITS[0.2]), waited(0.01, WAITS[0.0])
-    (0.8, 0.05, 0.0)
-    """
+    """How long a call that took `seconds` slept: not what the engine added, which would excuse it in the reference."""
     return max((wait for wait in waits if wait <= seconds), default=0.0)
 
 
@@ -261,11 +252,10 @@ class Bench:
             requests_made, chain = client.recorded, longest_chain(rollouts, WAITS[wait])
         if shape == "engine":
             self.replayable = requests_made, chain
-        return {
-            "shape": shape, "conversations": conversations, "wait": wait, "tokens": sum(n for _, n in requests_made),
-            "seconds": seconds["wall"] + (shape == "reference") * chain, "client_cpu": seconds["cpu"],
-            "peak_mib": memory("VmHWM") / 2**20,
-        }  # fmt: skip
+        row = {"shape": shape, "conversations": conversations, "wait": wait}
+        row |= {"tokens": sum(n for _, n in requests_made), "client_cpu": seconds["cpu"]}
+        row["seconds"] = seconds["wall"] + (shape == "reference") * chain
+        return {**row, "peak_mib": memory("VmHWM") / 2**20}
 
     def warm_up(self) -> None:
         """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
@@ -398,10 +388,8 @@ def main(argv: list[str] | None = None) -> None:
         bench = Bench(server)
         bench.warm_up()
         runs = measure(bench, plan(options.short))
-    settings = {
-        "form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters", "group": GROUP,
-        "max_concurrent_tools": bench.args.max_concurrent_tools,
-    }  # fmt: skip
+    settings = {"form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters"}
+    settings |= {"group": GROUP, "max_concurrent_tools": bench.args.max_concurrent_tools}
     results = rounded({"machine": machine(), "settings": settings, "runs": runs}, 7)
     FRAME.finish(results, options.short)
 

@@ -339,10 +339,9 @@ def build_trainer(
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 42,
         "shuffle_dataset": False, **changes,
     }  # fmt: skip
-    common = {
-        "model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200), "processing_class": tokenizer,
-        "callbacks": [meter], "peft_config": adapter,
-    }  # fmt: skip
+    data = Dataset.from_list(rows * 200)
+    common = {"model": build_model(shape), "train_dataset": data, "processing_class": tokenizer}
+    common |= {"callbacks": [meter], "peft_config": adapter}
     tools = load_tools(str(ROOT / "tools/calculator.py"))
     if generates:
         settings["max_completion_length"] = 2 * longest

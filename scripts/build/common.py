@@ -201,15 +201,14 @@ def train_tokenizer(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
-    sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads,
-        "head_dim": 32, "num_hidden_layers": num_layers, "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-    }  # fmt: skip
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 32}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         **sizes,
+        **heads,
         **ends,
+        num_hidden_layers=num_layers,
         bos_token_id=None,
         max_position_embeddings=1024,
         tie_word_embeddings=True,

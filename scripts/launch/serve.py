@@ -90,15 +90,12 @@ def main() -> None:
             "vllm": "VLLM_API_KEY guards only paths that begin with /v1, /v2, /inference, /cohere.",
             "sglang": "a key (SERVER_ARGS='--api-key KEY', and VLLM_API_KEY for the trainer) guards it.",
         }[plan["engine"]]
-        print(
-            f"serve: warning: whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a "
-            "trusted network.",
-            file=sys.stderr,
+        warning = (
+            f"whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a trusted network."
         )
-    print(
-        f"serve: {TITLES[plan['engine']]} on {f'GPU {gpus}' if gpus else 'the CPU'}, http://{options.host}:{port}",
-        flush=True,
-    )
+        print(f"serve: warning: {warning}", file=sys.stderr)
+    place = f"GPU {gpus}" if gpus else "the CPU"
+    print(f"serve: {TITLES[plan['engine']]} on {place}, http://{options.host}:{port}", flush=True)
     os.execvpe(command[0], command, {**os.environ, **environment})
 
 
