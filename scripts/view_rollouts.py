@@ -22,6 +22,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -29,11 +30,10 @@ from typing import Any
 
 from aiohttp import web
 from viewer.log import LogReader
-from viewer.metrics import read_metrics
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.images.pictures import ID_DIGITS
-from mt_grpo.reports.progress import METRICS_FILE
+from mt_grpo.reports.progress import METRICS_FILE, evaluation_prefix
 from mt_grpo.reports.rollout_log import IMAGE_FOLDER
 from mt_grpo.run.checkpoints import RUN_RECORD
 
@@ -98,6 +98,25 @@ def as_data(value: Any) -> str:
 
 
 # -- curves --
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The logs of a run in an output directory, by step. Steps that a resumed run trained again count once, the later.
+
+    A line that is not JSON is left out.
+    """
+    logs: list[Any] = []
+    with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError):
+                logs.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
+    rows: dict[tuple, dict[str, Any]] = {}
+    for row in logs:
+        if isinstance(row, dict) and "step" in row:
+            if "reward" in row:  # of a resumed run: the steps after this one were given up
+                rows = {key: each for key, each in rows.items() if key[0] <= row["step"]}
+            rows[row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")] = row
+    return [rows[key] for key in sorted(rows)]
 
 
 def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, list[list]]:

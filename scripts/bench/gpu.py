@@ -87,11 +87,7 @@ EXACT_MATCH = "rewards/exact_match_reward_func/mean"
 
 
 def why_not(case: str, gpus: int) -> str | None:
-    """Why this machine cannot run a case.
-
-    >>> why_not("server, nccl", gpus=0), why_not("server, nccl", gpus=2), why_not("colocate", gpus=0)
-    ('needs 2 GPUs', None, 'needs a GPU')
-    """
+    """Why this machine cannot run a case."""
     alone = gpus == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     needed = (2 - alone) if case.startswith("server, nccl") else int("colocate" in case)
     return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None

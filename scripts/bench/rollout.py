@@ -289,13 +289,7 @@ def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[
 
 
 def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list[float]:
-    """The shape's seconds over the engine's of the same repetition.
-
-    >>> runs = [{"conversations": 8, "wait": 0, "shape": s, "seconds": t, "repetition": 0}
-    ...         for s, t in (("engine", 2.0), ("lockstep", 9.0))]
-    >>> ratios(runs, 8, 0, "lockstep"), ratios(runs, 8, 0, "reference")
-    ([4.5], [])
-    """
+    """The shape's seconds over the engine's of the same repetition."""
     cell = of_cell(runs, conversations, wait)
     seconds = {r["repetition"]: r["seconds"] for r in cell["engine"]}
     return [r["seconds"] / seconds[r["repetition"]] for r in cell[shape]]

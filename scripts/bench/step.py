@@ -191,12 +191,7 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
 
 
 def as_lists(conversations: list[Conversation]) -> dict[str, list]:
-    """What TRL's `rollout_func` returns: fresh lists per rollout.
-
-    >>> turn = {"token_ids": [1, 2], "logprobs": [-0.5, -0.25], "observation_ids": [9]}
-    >>> as_lists([{"prompt_ids": [7], "turns": [turn, turn]}])["env_mask"]
-    [[1, 1, 0, 1, 1, 0]]
-    """
+    """What TRL's `rollout_func` returns: fresh lists per rollout."""
     lists: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
     for conversation in conversations:
         turns = [(t["token_ids"], t["logprobs"], t["observation_ids"]) for t in conversation["turns"]]
@@ -547,14 +542,7 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
 
 
 def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB).
-
-    >>> walls = (1.0, 4.0, 2.0, 2.0)
-    >>> pairs = [{"trl": {"wall": 1.0, "cpu": 4.0}, "ours": {"wall": wall, "cpu": 5.0}} for wall in walls]
-    >>> figures = figures_of(pairs, {"peak_mib": {"trl": 400.0, "ours": 402.0}})
-    >>> figures["ratio"]["wall"], figures["ratio"]["cpu"]["median"], figures["ratio"]["memory"]
-    ({'min': 2.0, 'median': 2.0, 'max': 2.0}, 1.25, 1.005)
-    """
+    """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB)."""
     ratios, seconds = {}, {side: {} for side in SIDES}
     for kind in ("wall", "cpu"):
         each = [pair["ours"][kind] / pair["trl"][kind] for pair in pairs]

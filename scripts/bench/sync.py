@@ -160,11 +160,6 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
 
     `model` has `parameters`, `tensors` and the `bytes` of one push, tied copies included. `plain` and `disk` are of
     the sync directory and of the ordinary disk.
-
-    >>> pushes = [{"gather": 1.0, "write": 2.0, "load": 3.0, "check": 1.0, "total": 7.0, "peak": 500}]
-    >>> row = summary("0.6B", "float32", {"bytes": 1000}, pushes, [{"write": 1.0, "read": 1.0}], [])
-    >>> row["seconds"]["load"]["median"], row["times_plain"], row["peak_multiple"], sorted(row["plain"])
-    (3.0, 3.0, 0.5, ['read', 'write'])
     """
     gigabytes = model["bytes"] / 1e9
     keys = [key for key in (*PHASES, "total") if all(key in push for push in pushes)]

@@ -22,7 +22,6 @@ from PIL import Image
 from test_first_batch import recipe_file
 from viewer import log as viewer_log
 from viewer.log import LogReader
-from viewer.metrics import read_metrics
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
@@ -329,7 +328,7 @@ def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
     rows = [{"step": 2, "reward": 0.1}, {"step": 3, "reward": 0.2}, {"step": 3, "eval_reward": 0.9},
             {"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
-    trained = [row for row in read_metrics(tmp_path) if "reward" in row]
+    trained = [row for row in view_rollouts.read_metrics(tmp_path) if "reward" in row]
     assert trained == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
 
 
@@ -338,7 +337,8 @@ def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
     rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))]
     rows += [{"step": 2, "eval_reward": 2.0}, {"step": 4, "eval_reward": 4.0}, {"step": 3, "reward": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in read_metrics(tmp_path)] == [
+    found = view_rollouts.read_metrics(tmp_path)
+    assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in found] == [
         (1, 0.1, None), (2, None, 2.0), (2, 0.2, None), (3, 3.0, None)
     ]  # fmt: skip
 
@@ -357,7 +357,7 @@ def test_what_a_panel_shows(tmp_path):
     logs = [{"step": n, "reward": n / 10, "rewards/match_reward_func/mean": math.nan, **shares} for n in (1, 2)]
     history = [*logs, {"step": 2, "train_runtime": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
-    logs = [row for row in read_metrics(tmp_path) if "reward" in row]
+    logs = [row for row in view_rollouts.read_metrics(tmp_path) if "reward" in row]
     panels = {title: view_rollouts.lines_of(logs, metrics) for title, metrics in view_rollouts.PANELS}
     assert panels["Rewards"] == {"total reward": [[1, 0.1], [2, 0.2]], "calls": [[1, 0.5], [2, 0.5]]}
     assert panels["Stop reasons"] == {"answered": [[1, 0.9], [2, 0.9]]}
