@@ -36,6 +36,11 @@ def _number(text: str) -> Decimal | None:
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
+def _gold(answer: Any) -> Decimal | None:
+    """Return the gold number of a row; a worked solution, like GSM8K's, has it after `####`."""
+    return _number(str(answer).rpartition("####")[2])
+
+
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
 
@@ -53,11 +58,8 @@ def tool_execution_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) ->
     >>> tool_execution_reward_func(rollout_turns=[[half], []])
     [0.1, 0.0]
     """
-    rewards = []
-    for results in map(_results, rollout_turns):
-        succeeded = sum(result is not None for result in results)
-        rewards.append(0.2 * (succeeded / len(results)) if results else 0.0)
-    return rewards
+    ran = [[result is not None for result in _results(turns)] for turns in rollout_turns]
+    return [0.2 * (sum(calls) / len(calls)) if calls else 0.0 for calls in ran]
 
 
 def result_found_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
@@ -71,10 +73,9 @@ def result_found_reward_func(rollout_turns: list[list[Any]], answer: list[Any], 
     [0.5, 0.0, None]
     """
     rewards = []
-    for turns, gold in zip(rollout_turns, answer, strict=True):
-        target = _number(str(gold).rpartition("####")[2])
+    for turns, gold in zip(rollout_turns, map(_gold, answer), strict=True):
         numbers = [_number(result) for result in _results(turns) if result is not None]
-        rewards.append(None if target is None else 0.5 * (target in numbers))
+        rewards.append(None if gold is None else 0.5 * (gold in numbers))
     return rewards
 
 
@@ -94,11 +95,10 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     >>> exact_match_reward_func(rollout_turns=[[turn]] * 3, answer=["1887", "88", "Paris"])
     [1.0, 0.0, None]
     """
-    rewards = []
-    for turns, gold in zip(rollout_turns, answer, strict=True):
-        target = _number(str(gold).rpartition("####")[2])
-        rewards.append(None if target is None else float(_number(_answer(turns) or "") == target))
-    return rewards
+    given = [_number(_answer(turns) or "") for turns in rollout_turns]
+    return [
+        None if gold is None else float(number == gold) for number, gold in zip(given, map(_gold, answer), strict=True)
+    ]
 
 
 def answer_given_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:

@@ -62,6 +62,11 @@ def _plain(text: str) -> Decimal | None:
     return Decimal("-" * ("-" in sign) + digits.replace(",", "")) if fits else None
 
 
+def _gold(answer: Any) -> Decimal | None:
+    """Return the gold number of a row; a worked solution, like GSM8K's, has it after `####`."""
+    return _number(str(answer).rpartition("####")[2])
+
+
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
 
@@ -79,11 +84,8 @@ def tool_execution_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) ->
     >>> tool_execution_reward_func(rollout_turns=[[half], []])
     [0.1, 0.0]
     """
-    rewards = []
-    for results in map(_results, rollout_turns):
-        succeeded = sum(result is not None for result in results)
-        rewards.append(0.2 * (succeeded / len(results)) if results else 0.0)
-    return rewards
+    ran = [[result is not None for result in _results(turns)] for turns in rollout_turns]
+    return [0.2 * (sum(calls) / len(calls)) if calls else 0.0 for calls in ran]
 
 
 # --- Outcome rewards -------------------------------------------------------------------------------------------------
@@ -100,11 +102,10 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     >>> exact_match_reward_func(rollout_turns=[[turn]] * 4, answer=gold)
     [1.0, 1.0, 0.0, None]
     """
-    rewards = []
-    for turns, gold in zip(rollout_turns, answer, strict=True):
-        target = _number(str(gold).rpartition("####")[2])
-        rewards.append(None if target is None else float(_number(_answer(turns) or "") == target))
-    return rewards
+    given = [_number(_answer(turns) or "") for turns in rollout_turns]
+    return [
+        None if gold is None else float(number == gold) for number, gold in zip(given, map(_gold, answer), strict=True)
+    ]
 
 
 def answer_format_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:

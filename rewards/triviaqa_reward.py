@@ -67,11 +67,8 @@ def tool_execution_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) ->
     >>> tool_execution_reward_func(rollout_turns=[[half], []])
     [0.1, 0.0]
     """
-    rewards = []
-    for results in map(_results, rollout_turns):
-        succeeded = sum(result is not None for result in results)
-        rewards.append(0.2 * (succeeded / len(results)) if results else 0.0)
-    return rewards
+    ran = [[result is not None for result in _results(turns)] for turns in rollout_turns]
+    return [0.2 * (sum(calls) / len(calls)) if calls else 0.0 for calls in ran]
 
 
 def exist_answer_in_search_results(
@@ -106,10 +103,8 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     >>> exact_match_reward_func(rollout_turns=[[turn]] * 3, answer=[["France"], ["Spain"], []])
     [1.0, 0.0, None]
     """
-    rewards = []
-    for turns, aliases in zip(rollout_turns, map(_aliases, answer), strict=True):
-        rewards.append(float(_fold(_answer(turns) or "") in aliases) if aliases else None)
-    return rewards
+    given = zip(map(_answer, rollout_turns), map(_aliases, answer), strict=True)
+    return [float(_fold(text or "") in aliases) if aliases else None for text, aliases in given]
 
 
 def exist_answer_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
@@ -118,16 +113,9 @@ def exist_answer_reward_func(rollout_turns: list[list[Any]], answer: list[Any], 
     An exact match contains the answer, too, and earns both rewards.
 
     Range: 0.0 or 0.5. None: the row has no accepted answer.
-
-    >>> from mt_grpo.rollout import Turn
-    >>> turn = Turn([], None, "", "stop", answer="In France.")
-    >>> exist_answer_reward_func(rollout_turns=[[turn]] * 3, answer=[["France"], ["Spain"], []])
-    [0.5, 0.0, None]
     """
-    rewards = []
-    for turns, aliases in zip(rollout_turns, map(_aliases, answer), strict=True):
-        rewards.append(0.5 * _mentions(_answer(turns) or "", aliases) if aliases else None)
-    return rewards
+    given = zip(map(_answer, rollout_turns), map(_aliases, answer), strict=True)
+    return [0.5 * _mentions(text or "", aliases) if aliases else None for text, aliases in given]
 
 
 # The format of the paper: `<reasoning>`, followed by the turn's block.
@@ -192,9 +180,4 @@ def xml_tag_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[f
 
 
 TURN_REWARD_FUNCS = [tool_execution_reward_func, exist_answer_in_search_results]
-OUTCOME_REWARD_FUNCS = [
-    exact_match_reward_func,
-    exist_answer_reward_func,
-    format_reward_func,
-    xml_tag_reward_func,
-]
+OUTCOME_REWARD_FUNCS = [exact_match_reward_func, exist_answer_reward_func, format_reward_func, xml_tag_reward_func]

@@ -68,28 +68,17 @@ from mt_grpo.training.rewards import RewardFunctions
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
 RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names of rewards for a tool's right result
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Backends
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Backends --
 
 
 def ends_in(config: GenerationConfig) -> list[int]:
     """The ids that end a turn by a generation config. Training ends turns there too.
 
-    >>> ends_in(GenerationConfig(eos_token_id=2)), ends_in(GenerationConfig(eos_token_id=[2, 7])), ends_in(
-    ...     GenerationConfig())
-    ([2], [2, 7], [])
+    >>> [ends_in(GenerationConfig(eos_token_id=ids)) for ids in (2, [2, 7], None)]
+    [[2], [2, 7], []]
     """
     ends = config.eos_token_id
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
-
-
-def generation_ends(path: str, model_args: Any) -> list[int]:
-    """Those of a model that a server has, by its folder or name here. None where it has no such file."""
-    try:
-        return ends_in(GenerationConfig.from_pretrained(path, revision=revision_of(path, model_args)))
-    except OSError:
-        return []
 
 
 def in_process_backend(
@@ -139,24 +128,19 @@ def revision_of(source: str, model_args: mt.ModelKeys) -> str:
 
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> Any:
     """A language model on the GPU if there is one. It reads images, or text alone, then maybe with a LoRA adapter."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    source, kind = path, AutoModelForCausalLM
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if (adapter := Path(path) / "adapter_config.json").is_file():  # whose folder has no configuration of a model
+            source = json.loads(adapter.read_text())["base_model_name_or_path"]
+        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
         kind = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
-    except (OSError, ValueError):  # an adapter's folder has no configuration of a model
-        kind = AutoModelForCausalLM
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
-            if AutoConfig.from_pretrained(base).model_type in FAMILIES:
-                kind = AutoModelForImageTextToText
     how = {"trust_remote_code": args.trust_remote_code, "revision": revision_of(path, model_args)}
     how |= {"dtype": model_args.dtype or "auto", "attn_implementation": model_args.attn_implementation}
     model = kind.from_pretrained(path, **how)
     return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Evaluation --
 
 
 def evaluate(
@@ -179,24 +163,22 @@ def evaluate(
         recipe: A recipe file, or what `load_recipe` or `mt_grpo_trainer.parse_arguments` made of one.
         num_problems: The first so many rows of the split.
         split: `test` or `train`, or what the dataset calls it.
-        seed: Of the sampling in-process; the problems do not depend on it. A server samples by its own `--seed`: a
-            seed in a request ends the engine of vLLM 0.31 on a CPU.
+        seed: Of the sampling in this process; the problems do not depend on it. A server samples by its own `--seed`.
         k: Samples per problem.
         tokenizer: None: the model's, or that of the recipe's model.
         batch_size: Conversations at a time; more need more memory.
         progress: Show a bar on standard error.
-        greedy: Take the most probable token each time. What a model can do before any training shows here: RL that
-            only makes it do so more often sharpens, and teaches nothing new.
+        greedy: Take the most probable token each time: what the model can do before any training.
         show: The first so many conversations are given back, too.
 
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
-        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None where there is no
-        tool), `result_found` (share for which a reward function says so; without one, of which a tool's result was
-        the answer itself), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries that the
-        recipe's rewards cannot tell are None. With `show` also `conversations`: of each the `messages` from
-        the prompt's last one on, the `calls`, the `answer`, the `stop_reason`, the `rewards` (a turn's added up) and
-        the `error` of an environment.
+        `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None without tools),
+        `result_found` (share for which a reward function says so; without one, of which a tool's result was the
+        answer itself), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries that the rewards
+        cannot tell are None. With `show` also `conversations`: of each the `messages` from the prompt's last one
+        on, the `calls`, the `answer`, the `stop_reason`, the `rewards` (a turn's added up) and the `error` of an
+        environment.
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -218,7 +200,10 @@ def evaluate(
     else:
         forbid(reader_of(tokenizer), model)
     env = mt.build_env(script_args, args, tools, tokenizer)
-    env.add_ends(generation_ends(path, model_args) if served else ends_in(model.generation_config))
+    generation = None if served else model.generation_config
+    with contextlib.suppress(OSError):  # a served model may have no such file here
+        generation = generation or GenerationConfig.from_pretrained(path, revision=revision_of(path, model_args))
+    env.add_ends(ends_in(generation) if generation else [])
     rows = load_problems(script_args, split, num_problems, env)
     check_images(rows, split, env)
     env.max_model_len = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -232,8 +217,13 @@ def evaluate(
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
-    if "reference" in asked_of(functions.functions) - column_lists(repeated[:1], rows).keys():
+    policy, asked = {}, asked_of(functions.functions) - column_lists(repeated[:1], rows).keys()
+    if "reference" in asked:
         raise ValueError("a reward function asks `reference`, and an evaluation has one model. Leave it out.")
+    if "policy" in asked_of(functions.functions):
+        written = env.format_of(tokenizer)
+        own = contextlib.nullcontext, lambda: "evaluated"
+        policy["policy"] = scores_of_servers(model, written) if served else scores_of_model(model, written, *own)
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         sampling = {"temperature": 0.0} if greedy else sampling_params(args)
         if served:  # in this process `in_process_backend` stops there
@@ -241,7 +231,7 @@ def evaluate(
         rollouts = roll_out(backend, env, repeated, sampling, seed, batch_size, bar)
     batch = Batch(repeated, k, mode="train" if split == "train" else "eval", data=rows, rollouts=rollouts)
     try:
-        scores = score(functions, batch, args.reward_timeout, asked_policy(functions, env.format_of(tokenizer), model))
+        scores = score(functions, batch, args.reward_timeout, policy)
     finally:
         env.close(rollouts)
 
@@ -249,12 +239,12 @@ def evaluate(
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
     found = found and [found_or_not(*each) for each in zip(found, repeated, rollouts, strict=True)]
     answers = [row.get("answer") for row in repeated]
-    has_tools = bool(env.tools) or any(r.tools or any(turn.results for turn in r.turns) for r in rollouts)
-    seen = any(result.pictures for rollout in rollouts for turn in rollout.turns for result in turn.results)
+    results = [[result for turn in rollout.turns for result in turn.results] for rollout in rollouts]
+    has_tools = bool(env.tools) or any(rollout.tools or each for rollout, each in zip(rollouts, results, strict=True))
+    seen = any(result.pictures for each in results for result in each)
     if found is None and has_tools and not seen and all(isinstance(answer, str) for answer in answers):
-        read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
         golds = [accepted_answers(answer)[0] for answer in answers]
-        found = [gold in texts for texts, gold in zip(read, golds, strict=True)]
+        found = [gold in [result.text for result in each] for gold, each in zip(golds, results, strict=True)]
     groups = [[v > 0 for v in exact[i : i + k] if v is not None] for i in range(0, len(exact or []), k)]
     solved = None if exact is None else [any(group) if group else None for group in groups]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
@@ -286,7 +276,7 @@ def weights_of(version: str | None) -> str:
 
 
 def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]) -> list[dict[str, Any]]:
-    """What was said in these rollouts, the first of those that were scored, and what they were given."""
+    """What was said in these rollouts, and what they were given."""
     return [
         {
             "messages": readable_messages([*rollout.prompt_messages[-1:], *rollout.messages]),
@@ -301,9 +291,9 @@ def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]
 
 
 def found_or_not(value: float | None, row: dict[str, Any], rollout: Rollout) -> float | None:
-    """What a function says of the results of a rollout; 0 where it gives none because there is no result.
+    """What a function says of a rollout's results; 0 where it gives none because there is no result.
 
-    So does a function that judges each turn. A row without an answer still has none.
+    A row without an answer still has none.
     """
     nothing_read = not any(turn.results for turn in rollout.turns)
     return 0.0 if value is None and nothing_read and row.get("answer") is not None else value
@@ -343,41 +333,24 @@ def roll_out(
     return rollouts
 
 
-def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[str, Any]:
-    """`policy` for the functions that ask it: the client of a server, or a model of this process."""
-    asked = asked_of(functions.functions)
-    if "policy" not in asked:
-        return {}
-    if isinstance(model, mt.VLLMServerClient):
-        scores = scores_of_servers(model, written)
-    else:
-        scores = scores_of_model(model, written, contextlib.nullcontext, lambda: "evaluated")
-    return {"policy": scores}
-
-
 def score(
     functions: RewardFunctions, batch: Batch, timeout: float, asked: dict[str, Any]
 ) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
 
-    `asked`: see `asked_policy`. No function sees a rollout whose environment failed. Raises `RuntimeError` if all did.
+    `asked`: further arguments of the functions. No function sees a rollout whose environment failed. Raises
+    `RuntimeError` if all did.
     """
     rollouts = batch.rollouts
     if all(rollout.failed for rollout in rollouts):
-        raise RuntimeError(
-            f"The environment failed in all {len(rollouts)} rollouts. The first error: {rollouts[0].error}"
-        )
+        raise RuntimeError(f"The environment failed in all {len(rollouts)} rollouts. The first: {rollouts[0].error}")
     told = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **asked}
     values = functions.score(batch, told, timeout, torch.device("cpu"))
     return {name: [total(value) for value in column] for name, column in zip(functions.names, values, strict=True)}
 
 
 def total(value: float | list[float | None] | None) -> float | None:
-    """One number per rollout, the sum over its turns.
-
-    >>> total([0.5, None, 0.25]), total([None]), total(1)
-    (0.75, None, 1.0)
-    """
+    """One number per rollout, the sum over its turns."""
     values = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
     return float(sum(values)) if values else None
 
@@ -397,9 +370,7 @@ def succeeded(turn: Turn) -> bool:
     return any(result.error is None and not result.text.startswith("Error:") for result in turn.results)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The table
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The table --
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -407,11 +378,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def without_unused(rewards: dict[str, float | None]) -> dict[str, float | None]:
-    """Turn rewards by their functions, without those of environments and tools that gave none.
-
-    >>> without_unused({"environment": None, "tool": 0.5, "right_call": None})
-    {'tool': 0.5, 'right_call': None}
-    """
+    """Turn rewards by their functions, without those of environments and tools that gave none."""
     return {name: value for name, value in rewards.items() if value is not None or name not in OF_ENVIRONMENTS}
 
 
@@ -422,13 +389,10 @@ def table(result: dict[str, Any]) -> str:
     # One file has no splits: whoever trains on it is asked the questions of the training.
     where = f"{result['file']} (a file has no splits)" if result.get("file") else f"split {result['split']}"
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
-    lines = [
-        f"model     {result['model']} ({result['backend']})",
-        *([f"weights   {result['weights']}"] if result.get("weights") else []),
-        f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s",
-        f"sampling  {sampled}{seeded}",
-        "",
-    ]
+    lines = [f"model     {result['model']} ({result['backend']})"]
+    lines += [f"weights   {result['weights']}"] if result.get("weights") else []
+    lines.append(f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s")
+    lines += [f"sampling  {sampled}{seeded}", ""]
     rows = [("exact match (pass@1)", result["exact_match"])]
     rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
     rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"])]
@@ -465,9 +429,8 @@ def main(argv: list[str] | None = None) -> None:
         recipe = load_recipe(options.config, overrides)
         model, tokenizer = options.model or recipe[2].model_name_or_path, None
         if options.server:
-            tokenizer = AutoTokenizer.from_pretrained(
-                model, trust_remote_code=recipe[1].trust_remote_code, revision=revision_of(model, recipe[2])
-            )
+            how = {"trust_remote_code": recipe[1].trust_remote_code, "revision": revision_of(model, recipe[2])}
+            tokenizer = AutoTokenizer.from_pretrained(model, **how)
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()

@@ -67,9 +67,7 @@ class GroupCredit:
     notes: list[str]  # what a reader could otherwise misread
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Roll out one group
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Roll out one group --
 
 
 def explain(config: str, row: int = 0, overrides: Iterable[str] = ()) -> GroupCredit:
@@ -184,9 +182,7 @@ def notes(rows: list[dict[str, Any]], credit: dict[str, str], unused: list[str])
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text that a model wrote
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Text that a model wrote --
 
 
 def seen(char: str) -> str:
@@ -226,9 +222,7 @@ def signed(advantage: float | None, digits: int = 2) -> str:
     return f"{rounded:+.{digits}f}" if rounded else f"{0:.{digits}f}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Terminal
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Terminal --
 
 BEFORE = 42  # columns before the text of a turn
 INK = {"positive": "1;38;5;32", "negative": "1;38;5;166", "dim": "2", "bold": "1"}
@@ -281,9 +275,7 @@ def ink(text: str, kind: str, colour: bool) -> str:
     return f"\x1b[{INK[kind]}m{text}\x1b[0m" if colour else text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Page
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Page --
 
 
 def render_html(group: GroupCredit) -> str:
@@ -301,9 +293,7 @@ def render_html(group: GroupCredit) -> str:
     return view_rollouts.page(data, f"Credit of {len(group.rows)} rollouts")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# main
-# ---------------------------------------------------------------------------------------------------------------------
+# -- main --
 
 
 def main(argv: list[str] | None = None) -> None:

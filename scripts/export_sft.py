@@ -70,11 +70,7 @@ def chosen(
 ) -> list[Row]:
     """The rollouts to train on: of each prompt the best first, then the latest, each conversation once.
 
-    Args:
-        rows: Of the log.
-        min_reward: Of the weighted sum of all functions. None: any.
-        minima: Reward function -> the least that it gave.
-        per_prompt: Rollouts of one prompt. None: all.
+    `minima` has the least value of reward functions by their names, `per_prompt` is a number of rollouts.
     """
     good = [
         row
@@ -101,9 +97,7 @@ def chosen(
 def ids_of(row: Row, prompt_ids: list[int] | None = None) -> Iterator[dict[str, list[int]]]:
     """A row of training for each record of a rollout. `ValueError` without tokens in the log.
 
-    Args:
-        row: Of the log.
-        prompt_ids: What stands in the place of the first record's prompt. None: what was read.
+    `prompt_ids` stands in the place of the first record's prompt. None: what was read.
     """
     if "prompt_ids" not in row["turns"][0]:
         raise ValueError(
@@ -129,10 +123,8 @@ class RecipeOfRun:
     def __init__(self, path: str, without_examples: bool):
         script_args, args, model_args = load_recipe(path)
         tools = load_recipe_tools(script_args, args)
-        name, code = model_args.model_name_or_path, args.trust_remote_code
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=model_args.model_revision, trust_remote_code=code
-        )
+        how = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
+        self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **how)
         self.env = mt.build_env(script_args, args, tools, self.tokenizer)
         # In the format xml the system prompt tells of the tools. A chat template would tell of them again, otherwise.
         by_template = isinstance(self.env.format_of(self.tokenizer), HermesFormat)
@@ -169,15 +161,13 @@ def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_exa
             yield from ids_of(row, None if messages is None else recipe.ids(messages))
         else:
             first = row["messages"][: row["num_prompt_messages"]] if messages is None else messages
-            said = [*first, *row["messages"][row["num_prompt_messages"] :]]
             offered = row["turns"][0].get("tools")  # by an agent's program
-            tools = json.loads(offered) if offered else recipe.tools if recipe else []
-            template = recipe.template if recipe else {}
-            yield {
-                "messages": said,
-                **({"tools": tools} if tools else {}),
-                **({"chat_template_kwargs": template} if template else {}),
+            found = {
+                "messages": [*first, *row["messages"][row["num_prompt_messages"] :]],
+                "tools": json.loads(offered) if offered else recipe and recipe.tools,
+                "chat_template_kwargs": recipe and recipe.template,
             }
+            yield {key: value for key, value in found.items() if value}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -187,22 +177,16 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--without_examples needs --config, whose prompt_examples they are.")
         rows = list(read_rollouts(args.run))
         if not rows:
-            raise ValueError(
-                f"{args.run} has no rollouts. Expected the output_dir of a run with log_rollouts above 0."
-            )
+            raise ValueError(f"{args.run} has no rollouts: it is no output_dir of a run with log_rollouts above 0.")
         minima = dict(args.min)
         if unknown := set(minima) - set(rows[0]["rewards"]):
             raise ValueError(f"--min {sorted(unknown)[0]}: expected one of {', '.join(rows[0]['rewards'])}.")
         kept = chosen(rows, args.min_reward, minima, args.per_prompt)
-        if shown := next((row for row in kept if row.get("images")), None):
-            raise ValueError(
-                f"The rollout {shown.get('index')} of step {shown.get('step')} read images, which the log has by name "
-                "alone. Expected rollouts of text: images are not exported."
-            )
+        if any(row.get("images") for row in kept):
+            raise ValueError("A rollout read images, which the log has by name alone: images are not exported.")
         recipe = RecipeOfRun(args.config, args.without_examples) if args.config else None
-        lines = [
-            json.dumps(row, ensure_ascii=False) for row in exported(kept, args.form, recipe, args.without_examples)
-        ]
+        rows_of_training = exported(kept, args.form, recipe, args.without_examples)
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows_of_training]
         if not lines:
             raise ValueError(f"None of the {len(rows)} rollouts is as good as that. Lower --min_reward or --min.")
     except (ValueError, OSError) as error:

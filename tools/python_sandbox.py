@@ -12,15 +12,14 @@ file is loaded:
 | `PYTHON_SANDBOX_PYTHON` | the interpreter | this one; as root, if other users cannot run it, `/usr/bin/python3` |
 | `PYTHON_SANDBOX_REQUIRE` | required isolation, else the run does not start: some of `user,network,processes` | none |
 
-Every call is a new process in a new folder, which is deleted afterwards. No variable is kept from call to call. The
-value of a last line that is an expression is printed, as in a notebook. `max_concurrent_tools` of the recipe says how
-many programs run at the same time (about one per core; a program's wait for its turn is not counted). `tool_timeout`
-should be longer than `PYTHON_SANDBOX_SECONDS`, so that the model reads what was printed until then.
+Every call is a new process in a new folder, which is deleted afterwards. The value of a last line that is an
+expression is printed, as in a notebook. `max_concurrent_tools` of the recipe says how many programs run at the same
+time. `tool_timeout` should be longer than `PYTHON_SANDBOX_SECONDS`, so that the model reads what was printed until
+then. A program that fails raises `ProgramError` with its output, which the model reads.
 
-Protects against, always:
-- programs that do not end, compute without end, or print without end (`FILE_BYTES` per file, what they print too)
-- address space that one process reserves, open files, core dumps, setuid programs (no new privileges)
-- the trainer's environment variables, which it does not inherit
+Protects against, always: programs that do not end, compute without end, or print without end (`FILE_BYTES` per file,
+what they print too); address space that one process reserves, open files, core dumps, setuid programs (no new
+privileges); the trainer's environment variables, which it does not inherit.
 
 Protects against, if the machine allows it. What is missing is logged when the run starts:
 - `user`: the trainer runs as root, and each program as a user of its own, which no other program in this container has
@@ -37,13 +36,10 @@ Does not protect against:
   number of processes, signals to the trainer, reading its memory and environment
 - with `user`, without `processes` (Docker's default): programs that outlive a trainer which is killed, until the next
   program of that user number; what they write to /tmp and /dev/shm for a later program
-- many files in its folder, memory of several processes together (at most `PROCESSES` times the limit) and memory
-  outside of the address space (memfd, SysV): give the container a limit. If memory runs out, the kernel kills programs
-  first.
+- many files in its folder, and memory of several processes together or outside of the address space (memfd, SysV):
+  give the container a limit
 - two containers of one kernel with the same user ids: the kernel counts their processes together
 - vulnerabilities of the Linux kernel: run hostile programs in a virtual machine
-
-Errors: a program that fails raises `ProgramError` with its output, which the model reads.
 """
 
 import contextlib
@@ -53,7 +49,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import stat
 import subprocess
@@ -126,13 +121,9 @@ class ProgramError(Exception):
 
 def setting(name: str, default: float) -> float:
     """Read a number from an environment variable. Raises `ValueError` unless it is above 0."""
-    text = os.environ.get(f"PYTHON_SANDBOX_{name}") or str(default)
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = float(os.environ.get(f"PYTHON_SANDBOX_{name}") or default)
     if not 0 < value < math.inf:
-        raise ValueError(f"PYTHON_SANDBOX_{name} is {text!r}, expected a number above 0.")
+        raise ValueError(f"PYTHON_SANDBOX_{name} is {value}, expected a number above 0.")
     return value
 
 
@@ -149,18 +140,18 @@ class Users:
 
     def _forget(self) -> None:
         self._free: list[int] = []
-        self._left: list[int] = []  # those of which a zombie is there, which counts for the limit of processes
         self._held: dict[int, int] = {}  # the file of each
         self._next, self._lock = secrets.randbelow(USERS), threading.Lock()  # another container may begin elsewhere
 
-    def take(self) -> int:
-        """A number, of which no process runs. Raises `RuntimeError` where all are taken."""
+    def take(self, ended: bool = False) -> int:
+        """Return a number of which no process runs. Raises `RuntimeError` if all are taken.
+
+        `ended`: it is known that nothing runs any more, and the machine's processes need not be looked through.
+        """
         with self._lock:
-            if self._free:
-                return self._free.pop()
-            for number in self._left:
-                if not processes_of(number):
-                    self._left.remove(number)
+            for number in self._free:
+                if ended or not processes_of(number):  # a zombie counts for the limit of processes
+                    self._free.remove(number)
                     return number
             for _ in range(USERS):
                 number, self._next = FIRST_USER + self._next, (self._next + 1) % USERS
@@ -176,23 +167,14 @@ class Users:
                 return number
         raise RuntimeError(f"all {USERS} users of the Python sandbox are taken on this machine")
 
-    def give_back(self, number: int, ended: bool = False) -> None:
-        """`ended`: it is known that nothing runs any more, and the machine's processes need not be looked through."""
+    def give_back(self, number: int) -> None:
         with self._lock:
-            (self._left if not ended and processes_of(number) else self._free).append(number)
+            self._free.append(number)
 
 
 def processes_of(user: int) -> list[psutil.Process]:
     """The processes of a user, including zombies."""
-    return [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == user]
-
-
-def is_over(process: psutil.Process) -> bool:
-    """Whether a process is gone or a zombie."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return [p for p in psutil.process_iter(["uids", "status"]) if p.info["uids"] and p.info["uids"].real == user]
 
 
 def own_folder() -> Path:
@@ -217,45 +199,38 @@ class Sandbox:
     def __init__(self):
         self.seconds, self.output = setting("SECONDS", 10), max(2, int(setting("OUTPUT", 4000)))
         self.cpu_seconds, self.memory = math.ceil(setting("CPU_SECONDS", 10)), setting("MEMORY_MB", 1024)
+        required = set(os.environ.get("PYTHON_SANDBOX_REQUIRE", "").replace(" ", "").split(",")) - {""}
+        if unknown := required - set(WITHOUT):
+            raise ValueError(f"PYTHON_SANDBOX_REQUIRE has {sorted(unknown)}, expected some of {', '.join(WITHOUT)}.")
         self.folder = own_folder()
         self.users = Users(self.folder) if os.geteuid() == 0 else None
-        self.namespaces, self.has, why = [], set(), {}
-        missing = [name for name in ("setpriv", "prlimit", "unshare") if not shutil.which(name)]
-        if missing:
-            raise RuntimeError(f"the Python sandbox needs {', '.join(missing)} from util-linux on a Linux machine")
+        self.namespaces: list[list[str]] = []
         if problem := self.problem():
             user = " as another user, and never runs one as root" if self.users else ""
             raise RuntimeError(
-                f"the Python sandbox cannot run a program{user}: {problem}. Set PYTHON_SANDBOX_PYTHON to an "
-                f"interpreter that all users can run. This was {self.interpreter()}."
+                f"the Python sandbox cannot run a program{user}: {problem}. It needs setpriv, prlimit and unshare of "
+                f"util-linux, and an interpreter that all users can run (PYTHON_SANDBOX_PYTHON): {self.interpreter()}."
             )
-        self.has |= {"user"} if self.users else set()
-        for names, layers in NAMESPACES.items():
-            self.namespaces = [[*([] if self.users else ["--user", "--map-current-user"]), *layer] for layer in layers]
-            if not (problem := self.problem()):
-                self.has |= set(names)
-                break
-            why |= dict.fromkeys(names, problem)
-        else:
-            self.namespaces = []
-        self.tell(why)
-
-    def tell(self, why: dict[str, str]) -> None:
-        """Log which isolation is missing. Raises `RuntimeError` if it is required."""
         if self.interpreter() != sys.executable and not os.environ.get("PYTHON_SANDBOX_PYTHON"):
             logger.warning(
                 f"Python sandbox: programs run with {self.interpreter()}, without the packages of {sys.executable}, "
                 "which other users cannot run. Set PYTHON_SANDBOX_PYTHON to use another one."
             )
-        required = {name.strip() for name in os.environ.get("PYTHON_SANDBOX_REQUIRE", "").split(",")} - {""}
-        if unknown := required - set(WITHOUT):
-            raise ValueError(f"PYTHON_SANDBOX_REQUIRE has {sorted(unknown)}, expected some of {', '.join(WITHOUT)}.")
-        for name, text in WITHOUT.items():
-            if name not in self.has:
-                reason = why.get(name, "this needs root")
-                if name in required:
-                    raise RuntimeError(f"PYTHON_SANDBOX_REQUIRE: {name} is not available ({reason}).")
-                logger.warning(f"The Python sandbox runs without {name!r}: {text} ({reason}).")
+        missing = {} if self.users else {"user": "this needs root"}
+        for names, layers in NAMESPACES.items():
+            self.namespaces = [[*([] if self.users else ["--user", "--map-current-user"]), *layer] for layer in layers]
+            if not (problem := self.problem()):
+                for name in names:
+                    missing.pop(name, None)
+                break
+            missing |= dict.fromkeys(names, problem)
+        else:
+            self.namespaces = []
+        self.has = set(WITHOUT) - set(missing)
+        for name, reason in missing.items():
+            if name in required:
+                raise RuntimeError(f"PYTHON_SANDBOX_REQUIRE: {name} is not available ({reason}).")
+            logger.warning(f"The Python sandbox runs without {name!r}: {WITHOUT[name]} ({reason}).")
 
     def problem(self) -> str | None:
         """The problem of running a program with the current settings. None if there is none."""
@@ -302,22 +277,12 @@ class Sandbox:
 
     def run(self, code: str, seconds: float) -> tuple[int | None, str]:
         """Run a program. Returns (exit code or None if it was stopped at its time limit, output)."""
-        user = self.users.take() if self.users else None
+        user = self.users.take(self.has_processes) if self.users else None
+        folder = self.folder / str(user) if user else Path(tempfile.mkdtemp(prefix="program-", dir=self.folder))
         try:
-            return self.run_as(user, code, seconds)
-        finally:
             if user:
-                self.users.give_back(user, ended=self.has_processes)
-
-    def run_as(self, user: int | None, code: str, seconds: float) -> tuple[int | None, str]:
-        """Run a program as this user. Returns the same as `run`."""
-        if user:
-            folder = self.folder / str(user)
-            self.delete(folder)  # a trainer that was killed has left it
-            folder.mkdir(mode=0o700)
-        else:
-            folder = Path(tempfile.mkdtemp(prefix="program-", dir=self.folder))
-        try:
+                self.delete(folder)  # a trainer that was killed has left it
+                folder.mkdir(mode=0o700)
             (folder / "runner.py").write_text(RUNNER, encoding="utf-8")
             (folder / "program.py").write_text(code, encoding="utf-8", errors="replace")
             if user:  # the folder last: until then it is closed to the user, who could put a link in a file's place
@@ -329,6 +294,8 @@ class Sandbox:
                 return exit_code, self.read(output) or (self.read(errors) if exit_code else "")
         finally:
             self.delete(folder)
+            if user:
+                self.users.give_back(user)
 
     @staticmethod
     def delete(folder: Path) -> None:
@@ -378,16 +345,14 @@ class Sandbox:
         with contextlib.suppress(subprocess.TimeoutExpired):
             command = [*as_user, "kill", "-KILL", "--", "-1"]
             subprocess.run(command, stderr=subprocess.DEVNULL, timeout=END_SECONDS)
-        deadline = time.monotonic() + END_SECONDS
-        while time.monotonic() < deadline:
-            left = processes_of(user)
+        deadline, left = time.monotonic() + END_SECONDS, processes_of(user)
+        while left and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
                     process.kill()
                     if os.getpid() == 1 and process.ppid() == 1:  # in a container nobody else reaps
                         os.waitpid(process.pid, os.WNOHANG)
-            if all(is_over(process) for process in left):
-                return
+            left = [p for p in processes_of(user) if p.info["status"] != psutil.STATUS_ZOMBIE]
 
     def ending(self, exit_code: int | None) -> str:
         """Why a failed program ended. A shell returns 128 plus the signal's number, Python the negative number."""

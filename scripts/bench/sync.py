@@ -20,14 +20,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, Frame, VLLMServer, machine, peak_memory, prepare, rounded, spread, start_of_peak
+from bench.common import ROOT, Frame, VLLMServer, machine, memory, prepare, rounded, spread, start_of_peak
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 QWEN = json.loads((ROOT / "scripts/bench/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
@@ -44,10 +43,9 @@ PHASES = ("gather", "write", "load", "check")
 REPETITIONS, SHORT_REPETITIONS = 5, 3
 LORA_RANK = 16
 CHUNK = 2**26  # bytes of one plain write or read
+SYNC_DIR = "/dev/shm"  # where the weights pass, as by default
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One model --
 
 
 def build_model(size: str, folder: Path, dtype: str) -> Path:
@@ -59,21 +57,15 @@ def build_model(size: str, folder: Path, dtype: str) -> Path:
 
     torch.manual_seed(0)
     # The bundled tokenizer's ids are the first of the vocabulary, the rest are never in a prompt.
-    config = Qwen3Config(
-        **SIZES[size],
-        tie_word_embeddings=True,
-        max_position_embeddings=1024,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype=getattr(torch, dtype),
-    )
+    sizes = {**SIZES[size], "tie_word_embeddings": True, "max_position_embeddings": 1024}
+    config = Qwen3Config(**sizes, eos_token_id=2, pad_token_id=0, dtype=getattr(torch, dtype))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         Qwen3ForCausalLM(config).to(config.dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
 
 
-def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir: str, lora: bool = False) -> Any:
+def build_trainer(model: Path, port: int, dtype: str, output_dir: str, lora: bool = False) -> Any:
     """A trainer on the server at that port that is ready to push; it has taken no step."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -92,26 +84,13 @@ def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir:
         return [0.0] * len(completions)
 
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} * 77?"}]} for a in range(11, 27)]
-    args = mt.MTGRPOConfig(
-        output_dir=output_dir,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        per_device_train_batch_size=16,
-        num_generations=8,
-        max_completion_length=120,
-        max_turn_tokens=48,
-        max_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_importance_sampling_mode="token_truncate",
-        weight_sync="adapter" if lora else "disk",
-        weight_sync_dir=sync_dir,
-        model_init_kwargs={"dtype": dtype},
-    )
+    args = mt.MTGRPOConfig(**{
+        "output_dir": output_dir, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
+        "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 120, "max_turn_tokens": 48,
+        "max_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_vllm": True, "vllm_mode": "server",
+        "vllm_importance_sampling_mode": "token_truncate", "weight_sync": "adapter" if lora else "disk",
+        "weight_sync_dir": SYNC_DIR, "model_init_kwargs": {"dtype": dtype},
+    })  # fmt: skip
     env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
     return mt.MTGRPOEnvTrainer(
         str(model),
@@ -129,12 +108,8 @@ def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir:
 def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
     """Change a weight, push, check, `repetitions` times, after a first push that is not counted.
 
-    Returns:
-        Per repetition seconds: what `update_weights` returned by phase, `check`, `total` (push and check by the wall
-        clock); and `peak`, the bytes that this process's memory grew by during the push at the most.
-
-    Raises:
-        ServerError: the server did not get the changed weight.
+    Returns the seconds of each repetition: what `update_weights` returned by phase, `check`, `total` (push and check
+    by the wall clock); and `peak`, the bytes that this process's memory grew by during the push at the most.
     """
     *_, norm = (p for name, p in trainer.model.named_parameters() if "norm" in name)  # the final one
     added = next((p for name, p in trainer.model.named_parameters() if ".lora_B." in name), None)
@@ -150,7 +125,7 @@ def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
         started = time.perf_counter()
         phases = trainer.weight_sync._push(f"{trainer.client.instance}-bench-{number}")
         pushed = time.perf_counter()
-        peak = peak_memory() - before
+        peak = memory("VmHWM") - before
         checking = time.perf_counter()
         trainer.weight_sync._check_logprobs()
         check = time.perf_counter() - checking
@@ -161,18 +136,13 @@ def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
 def plain_seconds(folder: str, num_bytes: int, disk: bool = False) -> dict[str, float]:
     """Seconds to `write` a file of as many bytes into `folder`, and to `read` it back.
 
-    Args:
-        folder: Where the file is, for that time.
-        num_bytes: Its size.
-        disk: Whether its bytes must reach the disk (fsync) and come from there, not from the page cache.
+    `disk`: whether its bytes must reach the disk (fsync) and come from there, not from the page cache.
     """
     chunk = bytearray(os.urandom(2**20)) * min(CHUNK // 2**20, -(-num_bytes // 2**20))
-    sizes = [min(len(chunk), num_bytes - start) for start in range(0, num_bytes, len(chunk))]
-    view = memoryview(chunk)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()
-        for size in sizes:
-            write_all(file, view[:size])
+        for start in range(0, num_bytes, len(chunk)):
+            file.write(memoryview(chunk)[: num_bytes - start])
         if disk:
             os.fsync(file.fileno())
         written = time.perf_counter()
@@ -185,24 +155,11 @@ def plain_seconds(folder: str, num_bytes: int, disk: bool = False) -> dict[str, 
         return {"write": written - started, "read": time.perf_counter() - reading}
 
 
-def write_all(file: Any, view: memoryview) -> None:
-    while view:
-        view = view[file.write(view) :]
-
-
 def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], plain: list[dict], disk: list[dict]):
     """One row of the results: spreads of seconds, of GB/s, and of multiples.
 
-    Args:
-        size, dtype: What was pushed.
-        model: `parameters` and `tensors` of the model, `bytes` of one push, tied copies included.
-        pushes: What `measure_pushes` returned.
-        plain, disk: What `plain_seconds` returned for the sync directory and for the ordinary disk.
-
-    >>> pushes = [{"gather": 1.0, "write": 2.0, "load": 3.0, "check": 1.0, "total": 7.0, "peak": 500}]
-    >>> row = summary("0.6B", "float32", {"bytes": 1000}, pushes, [{"write": 1.0, "read": 1.0}], [])
-    >>> row["seconds"]["load"]["median"], row["times_plain"], row["peak_multiple"], sorted(row["plain"])
-    (3.0, 3.0, 0.5, ['read', 'write'])
+    `model` has `parameters`, `tensors` and the `bytes` of one push, tied copies included. `plain` and `disk` are of
+    the sync directory and of the ordinary disk.
     """
     gigabytes = model["bytes"] / 1e9
     keys = [key for key in (*PHASES, "total") if all(key in push for push in pushes)]
@@ -219,15 +176,8 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     return rounded(row)
 
 
-def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool = False) -> dict[str, Any]:
-    """Start a server for a model of that size, push to it, and return the row of results.
-
-    Args:
-        size, dtype: Of the model.
-        repetitions: Pushes that count.
-        sync_dir: Where they pass.
-        lora: Whether an adapter is trained, and pushed alone.
-    """
+def measure(size: str, dtype: str, repetitions: int, lora: bool = False) -> dict[str, Any]:
+    """Start a server for a model of that size, push to it, or an adapter alone, and return the row of results."""
     from mt_grpo.generation.weights import adapter_weights
 
     with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +188,7 @@ def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool =
         flags += ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(LORA_RANK)) if lora else ()
         with VLLMServer(model, *flags, env=env, log=Path(folder) / "vllm.log", timeout=400) as server:
             up = time.perf_counter() - started
-            trainer = build_trainer(model, server.port, dtype, sync_dir, folder, lora)
+            trainer = build_trainer(model, server.port, dtype, folder, lora)
             weights = adapter_weights(trainer.model) if lora else trainer.vllm_generation.named_weights()
             tensors = {name: t.numel() * t.element_size() for name, t in weights}
             counts = {"parameters": trainer.model.num_parameters(), "tensors": len(tensors)}
@@ -247,31 +197,13 @@ def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool =
             trainer.client.close()
         del trainer
         gc.collect()
-        plain = [plain_seconds(sync_dir, counts["bytes"]) for _ in range(repetitions)]
+        plain = [plain_seconds(SYNC_DIR, counts["bytes"]) for _ in range(repetitions)]
         disk = [plain_seconds(folder, counts["bytes"], disk=True) for _ in range(min(repetitions, 3))]
     row = summary(size, f"{dtype}, LoRA" if lora else dtype, counts, pushes, plain, disk)
     return {**row, "server_start_seconds": round(up, 1)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All models, the report
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def default_sync_dir() -> str:
-    """Where a trainer without `weight_sync_dir` writes its weights."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-
-
-def last_line(rows: Sequence[dict[str, Any]]) -> str:
-    """Medians of one sync, push and check.
-
-    >>> last_line([{"size": "0.9M", "dtype": "float32", "seconds": {"total": {"median": 0.0812}}},
-    ...            {"size": "0.6B", "dtype": "bfloat16", "seconds": {"total": {"median": 4.13}}}])
-    'sync 0.9M 0.08 s, 0.6B bfloat16 4.1 s'
-    """
-    names = [row["size"] + (f" {row['dtype']}" if row["dtype"] != "float32" else "") for row in rows]
-    return "sync " + ", ".join(f"{n} {short(r['seconds']['total']['median'])} s" for n, r in zip(names, rows))
+# -- All models, the report --
 
 
 def short(seconds: float) -> str:
@@ -299,7 +231,8 @@ def markdown(results: dict[str, Any]) -> str:
     for row in rows:
         seconds, plain = row["seconds"], row["plain"]
         cells = [short(seconds[key]["median"]) if key in seconds else "in gather" for key in PHASES]
-        total = "{median} ({min} to {max})".format(**{key: short(v) for key, v in seconds["total"].items()})
+        total = seconds["total"]
+        total = f"{short(total['median'])} ({short(total['min'])} to {short(total['max'])})"
         both = f"{short(plain['write']['median'])} + {short(plain['read']['median'])}"
         lines.append(
             f"| {row['size']} | {row['dtype']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(cells)} | {total} | {both} | "
@@ -323,41 +256,21 @@ FRAME = Frame("sync", markdown)
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = FRAME.parse(
-        __doc__,
-        argv,
-        "a quick run; docs/speed.md stays as it is",
-        sizes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
-        repetitions={"type": int, "help": f"default: {REPETITIONS}, with --short {SHORT_REPETITIONS}"},
-        sync_dir={"default": default_sync_dir(), "help": "where the weights pass; as weight_sync_dir"},
-    )
+    options = FRAME.parse(__doc__, argv, "a quick run; docs/speed.md stays as it is")
     if options is None:
         return
-    repetitions = options.repetitions
-    if repetitions is None:
-        repetitions = SHORT_REPETITIONS if options.short else REPETITIONS
-    if repetitions < 1:
-        sys.exit("error: expected --repetitions of at least 1.")
-    import mt_grpo_trainer  # noqa: F401  a trainer that cannot be imported is told before a server is started
-
+    repetitions = SHORT_REPETITIONS if options.short else REPETITIONS
     prepare(threads=1)
-    jobs = [(size, "float32", False) for size in SIZES if size in options.sizes]
-    if not options.short and "0.6B" in options.sizes:
-        jobs.append(("0.6B", "bfloat16", False))
-    jobs += [(size, "float32", True) for size in options.sizes if SIZES[size] is not None]
-    results: dict[str, Any] = {"machine": machine(), "sync_dir": options.sync_dir, "short": options.short, "rows": []}
+    jobs = [(size, "float32", False) for size in SIZES]
+    jobs += [] if options.short else [("0.6B", "bfloat16", False)]
+    jobs += [(size, "float32", True) for size in SIZES if SIZES[size] is not None]
+    results: dict[str, Any] = {"machine": machine(), "sync_dir": SYNC_DIR, "short": options.short, "rows": []}
     for size, dtype, lora in jobs:
-        row = measure(size, dtype, repetitions, options.sync_dir, lora)
+        row = measure(size, dtype, repetitions, lora)
         results["rows"].append(row)
         FRAME.keep(results, options.short)
-        medians = ", ".join(f"{key} {short(value['median'])}" for key, value in row["seconds"].items())
-        print(
-            f"{size} {row['dtype']}: {row['bytes'] / 1e6:.0f} MB: {medians} s; {row['times_plain']:.1f} times the "
-            f"plain write and read; memory + {row['peak_multiple']:.1f} times",
-            flush=True,
-        )
+        print(f"{size} {row['dtype']}: {row['bytes'] / 1e6:.0f} MB: {row['seconds']}", flush=True)
     FRAME.finish(results, options.short)
-    print(last_line(results["rows"]))
 
 
 if __name__ == "__main__":

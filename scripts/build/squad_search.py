@@ -3,7 +3,6 @@
     python scripts/build/squad_search.py runs/squad                        # from the Hub: rajpurkar/squad_v2
     python scripts/build/squad_search.py runs/squad --source FOLDER        # of corpus.jsonl and qa.jsonl
     python scripts/build/squad_search.py runs/squad --sentences 1          # each sentence is a passage, without title
-    python scripts/build/squad_search.py runs/squad --articles 20          # the first so many articles
     python scripts/build/squad_search.py runs/squad --titles Normans "Southern California"
 
 Writes into the folder:
@@ -61,14 +60,10 @@ def from_folder(folder: Path) -> tuple[list[Row], list[Row]]:
 
 def lines_of(path: Path, keys: set[str]) -> Iterator[Row]:
     """The objects of a file of JSON lines, each with at least these keys. Raises `ValueError`."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not a file. Expected JSON lines with {', '.join(sorted(keys))}.")
     for number, line in enumerate(json_lines(path, None), 1):
         row = json.loads(line)
         if not keys <= row.keys():
-            raise ValueError(
-                f"{path}, row {number} is {line.decode():.80}, expected an object with {', '.join(sorted(keys))}."
-            )
+            raise ValueError(f"{path}, row {number}: expected an object with {', '.join(sorted(keys))}.")
         yield row
 
 
@@ -99,8 +94,7 @@ def from_squad(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 def of_titles(passages: list[Row], questions: list[Row], titles: list[str]) -> tuple[list[Row], list[Row]]:
     """The passages of these articles, and the questions about them.
 
-    Raises `ValueError` for a title that is not there. Where some passages are left out, also for a question that does
-    not say of which passage it is.
+    Raises `ValueError` for a title that is not there, and for a question that does not name its passage.
     """
     if missing := set(titles) - {passage["title"] for passage in passages}:
         raise ValueError(f"There is no article {sorted(missing)[0]!r}. Expected titles as they stand in the corpus.")
@@ -108,10 +102,9 @@ def of_titles(passages: list[Row], questions: list[Row], titles: list[str]) -> t
     if len(kept) == len(passages):
         return kept, questions
     ids = {passage["id"] for passage in kept}
-    if unknown := next((question for question in questions if "passage" not in question), None):
+    if not all("passage" in question for question in questions):
         raise ValueError(
-            f"the question {unknown['question']!r:.80} has no `id` of its passage, by which the questions about some "
-            "articles could be told. Expected one in each row of qa.jsonl, or all articles."
+            "a question has no `id` of its passage. Expected one in each row of qa.jsonl, or all articles."
         )
     return kept, [question for question in questions if question["passage"] in ids]
 
@@ -143,31 +136,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("output_dir", type=Path, help="a folder, which may be new")
     parser.add_argument("--source", type=Path, help="a folder with corpus.jsonl and qa.jsonl; default: the Hub")
     parser.add_argument("--sentences", type=int, help="a passage is so many sentences; default: it is whole")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--articles", type=int, help="the first so many; default: all")
-    which.add_argument("--titles", nargs="+", help="these articles")
+    parser.add_argument("--titles", nargs="+", help="these articles; default: all")
     args = parser.parse_args(argv)
     try:
-        if args.source is not None:
-            passages, questions = from_folder(args.source)
-        else:
-            passages, questions = from_hub()
-        if args.articles is not None:
-            args.titles = list(dict.fromkeys(passage["title"] for passage in passages))[: args.articles]
+        passages, questions = from_hub() if args.source is None else from_folder(args.source)
         if args.titles is not None:
             passages, questions = of_titles(passages, questions, args.titles)
         if not questions:
-            raise ValueError("There is no question. Expected at least one; --articles takes the first so many.")
-        if args.sentences is not None:
-            if args.sentences < 1:
-                raise ValueError(f"--sentences is {args.sentences}, expected 1 or more.")
-            searched = of_sentences(passages, args.sentences)
-    except ValueError as error:
+            raise ValueError("There is no question. Expected at least one.")
+        if args.sentences is not None and args.sentences < 1:
+            raise ValueError(f"--sentences is {args.sentences}, expected 1 or more.")
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if args.sentences is not None:
         write_lines(args.output_dir / "passages.jsonl", passages)
-        passages = searched
+        passages = of_sentences(passages, args.sentences)
     write_lines(args.output_dir / "corpus.jsonl", passages)
     unique = list({row["question"]: row for row in questions}.values())
     for split in ("train", "test"):

@@ -32,7 +32,7 @@ from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools
-from mt_grpo.rollout import Message, Turn
+from mt_grpo.rollout import Message
 
 RECIPES = {"xml": "hf_recipes/tiny/calculator.yaml", "hermes": "hf_recipes/tiny/calculator-hermes.yaml"}
 SYSTEM = "Use the calculator, then answer."
@@ -74,9 +74,7 @@ WRITINGS = {
     "hermes": Writing("<tool_call>\n%s\n</tool_call>", "arguments", "%s", "The answer is %s.", second_call=0.25),
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data: conversations with known mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Data: conversations with known mistakes --
 
 
 def call_turn(kind: str, expression: str, writing: Writing, rng: random.Random) -> str:
@@ -118,15 +116,6 @@ def answer_turn(kind: str, results: list[str], writing: Writing, rng: random.Ran
     return (writing.bad_answer if kind == "no tag" else writing.answer) % result
 
 
-def observe(text: str, tool_format: ChatFormat) -> Turn:
-    """A turn of this text: its calls and their results, or its answer."""
-    return common.observe(text, tool_format, TOOLS, lambda call: CALCULATOR(**call.arguments))
-
-
-def opening(question: str, system: str = SYSTEM) -> list[Message]:
-    return common.opening(question, system)
-
-
 def agents_tools(rng: random.Random) -> dict[str, Any]:
     """The calculator as one of the programs describes it: more keys or fewer, in any order."""
 
@@ -150,9 +139,10 @@ def make_conversation(
 ) -> list[Message]:
     """One conversation; a failed call is followed by another attempt drawn from the same shares."""
     expression = question.removeprefix("What is ").removesuffix("?")
-    messages = opening(question, system)
+    messages = common.opening(question, system)
     for _ in range(MAX_CALLS):
-        turn = observe(first_turn(expression, writing, rng), tool_format)
+        text = first_turn(expression, writing, rng)
+        turn = common.observe(text, tool_format, TOOLS, lambda call: CALCULATOR(**call.arguments))
         messages.append({"role": "assistant", "content": turn.text})
         if not turn.calls:
             break
@@ -168,9 +158,7 @@ def make_conversation(
     return messages
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Model --
 
 
 def build_tokenizer(

@@ -32,7 +32,7 @@ from mt_grpo.conversation.tools.signature import as_tool, tool_schema
 from mt_grpo.integrations.verl.search import as_json, passages
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools
-from mt_grpo.rollout import Message, Turn
+from mt_grpo.rollout import Message
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "hf_recipes/tiny"
@@ -189,17 +189,13 @@ def answer_turn(task: Task, row: dict[str, Any], arguments: dict[str, Any], resu
     return f"The answer is {value}." if kind == "no tag" else value
 
 
-def observe(task: Task, row: dict[str, Any], text: str, tool_format: ChatFormat) -> Turn:
-    """A turn of this text: its calls and their results, or its answer."""
-    return common.observe(text, tool_format, task.tools, lambda call: task.run(call.arguments, row))
-
-
 def make_conversation(task: Task, tool_format: ChatFormat, rng: random.Random) -> list[Message]:
     """One conversation. A call that failed, or found nothing, is followed by another one."""
     row = rng.choice(task.rows)
     messages = opening(row["question"], task.system)
     for _ in range(MAX_CALLS):
-        turn = observe(task, row, call_turn(draw(CALL_SHARES, rng), task, row, rng), tool_format)
+        text = call_turn(draw(CALL_SHARES, rng), task, row, rng)
+        turn = common.observe(text, tool_format, task.tools, lambda call: task.run(call.arguments, row))
         messages.append({"role": "assistant", "content": turn.text})
         if not turn.calls:
             break
@@ -238,8 +234,7 @@ def write_data(rng: random.Random) -> None:
         "sums/test.jsonl": make_sums(rng, 256),
     }
     for name, rows in files.items():
-        (RECIPES / name).parent.mkdir(exist_ok=True)
-        (RECIPES / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        common.write_lines(RECIPES / name, rows)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ write calls and answers, and looks at the wrong corner, also with greedy decodin
 
 import base64
 import io
-import json
 import random
 import re
 import sys
@@ -29,7 +28,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLForConditionalGeneration as VisionModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -86,9 +85,7 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures and rows
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Pictures and rows --
 
 
 def draw_picture(digits: list[int], scale: int, rng: random.Random) -> Image.Image:
@@ -135,20 +132,17 @@ def data_uri(image: Image.Image) -> str:
 
 def write_data(folder: Path, num_rows: dict[str, int], scale: int = 1) -> None:
     """The splits as JSON lines, with pictures as data URIs."""
-    folder.mkdir(parents=True, exist_ok=True)
     for split, size in num_rows.items():
-        rows = [{k: v for k, v in row.items() if k != "digits"} for row in make_rows(split, size, scale)]
-        lines = [json.dumps({**row, "image": data_uri(row["image"])}) + "\n" for row in rows]
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        rows = make_rows(split, size, scale)
+        rows = [{k: data_uri(v) if k == "image" else v for k, v in row.items() if k != "digits"} for row in rows]
+        common.write_lines(folder / f"{split}.jsonl", rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Conversations with known mistakes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Conversations with known mistakes --
 
 
 def call(corner: str) -> str:
-    return f"<tool>{json.dumps({'name': 'zoom', 'args': {'corner': corner}})}</tool>"
+    return common.call("zoom", corner=corner)
 
 
 def call_turn(kind: str, corner: str, rng: random.Random) -> str:
@@ -207,9 +201,7 @@ def drawing(
     return next_example
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Model --
 
 
 def build_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
@@ -222,7 +214,7 @@ def build_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
     return common.train_tokenizer(texts, 400, CHAT_TEMPLATE, further_special=VISION_TOKENS.values())
 
 
-def build_vision_model(tokenizer: PreTrainedTokenizerFast, width: int = 128) -> Qwen2_5_VLForConditionalGeneration:
+def build_vision_model(tokenizer: PreTrainedTokenizerFast, width: int = 128) -> VisionModel:
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_TOKENS.items()}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     text = {
@@ -237,7 +229,7 @@ def build_vision_model(tokenizer: PreTrainedTokenizerFast, width: int = 128) -> 
         "out_hidden_size": width, "initializer_range": 0.05,
     }  # fmt: skip
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
-    model = Qwen2_5_VLForConditionalGeneration(config).float()
+    model = VisionModel(config).float()
     model.generation_config = GenerationConfig(do_sample=True, **ends)
     return model
 

@@ -8,21 +8,15 @@ input the launcher tells, one per line, what it starts:
     process NAME PID    the first process of a session
 
 The pipe reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every
-process with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL. Last, the weights that were on their
-way to a server are removed: a killed trainer cannot do it.
+process with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL.
 Of libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
 """
 
 import contextlib
-import fcntl
 import os
-import shutil
-import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import psutil
 
@@ -92,32 +86,14 @@ def send(method: str, processes: list[psutil.Process]) -> None:
             getattr(process, method)()
 
 
-def remove_weights() -> None:
-    """Remove the folders of weights that killed trainers of this user left where trainers put them by default.
-
-    A running trainer holds the lock of its folder. The next trainer would remove them too (`WeightTransfer`), but that
-    may be long after, and /dev/shm is memory.
-    """
-    for parent in {"/dev/shm", tempfile.gettempdir()}:
-        for folder in Path(parent).glob("mt-grpo-weights-*"):
-            with contextlib.suppress(OSError):  # a running trainer has it, or it is gone
-                status = folder.lstat()
-                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                    lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-                    with open(lock):  # closes it
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(folder, ignore_errors=True)
-
-
 def say(text: str, stream=None) -> None:
     with contextlib.suppress(OSError):  # nobody reads any more; the rest must be done all the same
         print(f"train: {text}", file=stream or sys.stdout, flush=True)
 
 
 def clean_up(lines: Iterable[str], mark: str, seconds: float) -> None:
-    """Wait for the end of the lines, then end the processes that they named and remove the weights that these left."""
+    """Wait for the end of the lines, then end the processes that they named."""
     end(read_pipe(lines), mark, seconds)
-    remove_weights()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -62,24 +63,13 @@ def data_parallel_size() -> int:
     """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
 
     A server gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number, and
-    for --tensor-parallel-size in VLLM_ARGS.
+    for --tensor-parallel-size in VLLM_ARGS, whose GPUs would not be counted.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    engines = ("--data-parallel-size", "--data_parallel_size", "-dp", "--dp-size", "--dp")
-    parser.add_argument(*engines, dest="size", default="1")
-    gpus = ("--tensor-parallel-size", "--tensor_parallel_size", "-tp", "--tp-size", "--tp")
-    parser.add_argument(*gpus, dest="gpus", nargs="?", const="N")
     text = os.environ.get("VLLM_ARGS", "")
-    try:
-        found = parser.parse_known_args(text.split())[0]
-        if found.gpus is not None:  # more than were counted
-            raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP={found.gpus}.")
-        size = found.size
-    except argparse.ArgumentError:  # nothing follows
-        size = ""
-    if not size.isdecimal() or int(size) < 1:
-        raise ValueError(f"VLLM_ARGS={text!r}: --data-parallel-size is {size!r}, expected a whole number, 1 or more.")
-    return int(size)
+    if re.search(r"(^|\s)(--tensor[-_]parallel[-_]size|--tp-size|--tp|-tp)\b", text):
+        raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP.")
+    found = re.search(r"(?:^|\s)(?:--data[-_]parallel[-_]size|--dp-size|--dp|-dp)(?:[\s=]+(\S+)|$)", text)
+    return int(found[1] or "nothing") if found else 1
 
 
 def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1) -> tuple[list[str], list[str]]:
@@ -94,15 +84,11 @@ def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1)
         return gpus, [""] * servers
     per_server = per_engine * engines
     taken = servers * per_server
-    if len(gpus) <= taken and taken == 1:
-        raise ValueError(
-            "The recipe needs a vLLM server (vllm_mode: server), which takes one GPU, and only one GPU is visible. "
-            "Expected two or more. With one GPU add: --vllm_mode colocate"
-        )
     if len(gpus) <= taken:
         raise ValueError(
             f"VLLM_SERVERS={servers} with VLLM_TP={per_engine}{and_engines(engines)} take {taken} GPUs, and "
-            f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains: lower one of these numbers."
+            f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains. With one GPU add: "
+            "--vllm_mode colocate"
         )
     generating = gpus[-taken:]
     return gpus[:-taken], [",".join(generating[i : i + per_server]) for i in range(0, taken, per_server)]
@@ -230,7 +216,7 @@ def check_installed(engine: str) -> None:
     if engine == "sglang" and shutil.which(sglang_python()) is None:
         raise ValueError(
             f"SGLang is not installed: {sglang_python()} is no interpreter. Run: bash scripts/setup.sh --sglang, or "
-            "set SGLANG_PYTHON to the interpreter of an environment that has it."
+            "set SGLANG_PYTHON."
         )
 
 

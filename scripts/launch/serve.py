@@ -22,11 +22,9 @@ vLLM's development endpoints, by which the trainer changes the weights, ask nobo
 """
 
 import argparse
-import errno
 import ipaddress
 import json
 import os
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -36,16 +34,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import launch.train
-from launch.train import (
-    TITLES,
-    lock_path,
-    lock_port,
-    package_path,
-    read_command_line,
-    rename_variables,
-    server_command,
-    whole_number,
-)
+from launch.train import TITLES, is_free, lock_port, package_path, read_command_line, server_command, vllm_variables
 
 
 def read_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
@@ -68,35 +57,21 @@ def is_local(host: str) -> bool:
     return host == "localhost"
 
 
-def take_port(host: str, port: int) -> None:
+def take_port(port: int) -> None:
     """Lock the port for the server, which keeps the lock as long as it lives, or end with an error.
 
-    vLLM's own error does not name the port. Of two servers that load their weights at the same time, vLLM would notice
-    only afterwards that they have the same port.
+    Two servers that load their weights at the same time would notice only afterwards that they have the same port.
     """
     lock = lock_port(port)
-    try:
-        if lock is None:
-            raise OSError(f"a server that starts or runs has locked {lock_path(port)}")
-        os.set_inheritable(lock, True)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # as vLLM chooses it
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            probe.listen()
-    except (OSError, OverflowError) as error:
-        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        problem = "another process listens there already" if taken else str(error)
-        sys.exit(
-            f"serve: error: the server cannot listen on {host}, port {port}: {problem}. Expected a free port of an "
-            "address of this machine. Choose another one with --port (or --host), or end what listens there."
-        )
+    if lock is None or not is_free(port):
+        sys.exit(f"serve: error: port {port} is taken, or a server that starts has locked it. Choose another --port.")
+    os.set_inheritable(lock, True)
 
 
 def main() -> None:
     launch.train.PROGRAM = "serve"
     recipe, options, arguments = read_arguments(sys.argv[1:])
-    rename_variables()
-    whole_number("VLLM_TP", 1, least=1)
+    vllm_variables()
     python = os.environ.get("PYTHON") or sys.executable
     checks = subprocess.run(
         [python, "scripts/launch/launch_plan.py", "--server", "--config", recipe, *arguments],
@@ -108,22 +83,19 @@ def main() -> None:
         sys.exit(checks.returncode)
     plan = json.loads(checks.stdout)
     port, gpus = options.port or plan["wanted_port"], plan["server_gpus"]
-    take_port(options.host, port)
+    take_port(port)
     command, environment = server_command(python, plan, port, gpus, options.host)
     if not is_local(options.host):
         guards = {
             "vllm": "VLLM_API_KEY guards only paths that begin with /v1, /v2, /inference, /cohere.",
             "sglang": "a key (SERVER_ARGS='--api-key KEY', and VLLM_API_KEY for the trainer) guards it.",
         }[plan["engine"]]
-        print(
-            f"serve: warning: whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a "
-            "trusted network.",
-            file=sys.stderr,
+        warning = (
+            f"whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a trusted network."
         )
-    print(
-        f"serve: {TITLES[plan['engine']]} on {f'GPU {gpus}' if gpus else 'the CPU'}, http://{options.host}:{port}",
-        flush=True,
-    )
+        print(f"serve: warning: {warning}", file=sys.stderr)
+    place = f"GPU {gpus}" if gpus else "the CPU"
+    print(f"serve: {TITLES[plan['engine']]} on {place}, http://{options.host}:{port}", flush=True)
     os.execvpe(command[0], command, {**os.environ, **environment})
 
 

@@ -70,17 +70,14 @@ def fail(message: str, status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The story
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The story --
 
 
 def main() -> None:
     recipe, arguments = read_command_line(sys.argv[1:])
-    rename_variables()
+    vllm_variables()
     limits = {name: whole_number(name, default) for name, default in LIMITS.items()}
     whole_number("NUM_PROCESSES", 0)  # launch_plan.py decides, where it knows the GPUs
-    whole_number("VLLM_SERVERS", 1, least=1), whole_number("VLLM_TP", 1, least=1)
     for name in ("no_proxy", "NO_PROXY"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
     python = os.environ.get("PYTHON") or sys.executable
@@ -88,10 +85,6 @@ def main() -> None:
     launch = Launch(limits["STOP_TIMEOUT"])
     try:
         status = run(launch, python, recipe, arguments, limits)
-    except BrokenPipeError:  # nobody reads what is said; the status is that of a SIGPIPE
-        sys.stdout, status = None, 141
-    except OSError as error:  # such as no room on the disk
-        fail(str(error), 1)
     finally:
         launch.end()
     sys.exit(status)
@@ -133,15 +126,12 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
 
 def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[Server]":
     """Start the servers of a plan, each on its own port and GPUs, without waiting for them."""
-    servers = []
-    wanted = plan["wanted_port"]
+    servers, wanted, several = [], plan["wanted_port"], len(plan["server_gpus"]) > 1
     for number, gpus in enumerate(plan["server_gpus"]):
         port = lock_ports(wanted)
         if port != wanted:
             say(f"port {wanted} is taken, using {port}")
-        wanted = port + 1
-        several = len(plan["server_gpus"]) > 1
-        title = TITLES[plan["engine"]]
+        wanted, title = port + 1, TITLES[plan["engine"]]
         name = f"{title} server {number}" if several else f"the {title} server"
         log = Path(plan["output_dir"]) / f"{plan['engine']}_server{f'.{number}' if several else ''}.log"
         server = Server(launch, server_command(python, plan, port, gpus), port, name, log)
@@ -165,9 +155,7 @@ def train(launch: "Launch", command: Command, servers: "list[Server]", restarts:
     return exit_code(trainer)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is started
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is started --
 
 
 def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str = "127.0.0.1") -> Command:
@@ -223,7 +211,6 @@ def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
 
 
 def sglang_python() -> str:
-    """The interpreter that has SGLang."""
     return os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
 
 
@@ -252,11 +239,6 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
     """The trainer by `accelerate launch`, one process per GPU or as many as were asked for."""
     processes, gpus = plan["num_processes"], plan["trainer_gpus"]
     default = ("zero3" if plan["deepspeed"] and not plan.get("images") else "ddp") if gpus else "cpu"
-    if gpus and plan["deepspeed"] and plan.get("images"):
-        say(
-            "training with DDP, since a sharded model cannot be given images. For ZeRO-3 with text only: "
-            "ACCELERATE_CONFIG=hf_recipes/accelerate/zero3.yaml"
-        )
     config = os.environ.get("ACCELERATE_CONFIG") or ""
     if not config and processes > 1:
         config = f"hf_recipes/accelerate/{default}.yaml"
@@ -271,15 +253,10 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
         command += ["--main_process_port", "0"]  # any free one
     command += [os.environ.get("TRAINER") or "mt_grpo_trainer.py", *arguments]
     if plan["float32_for_ddp"] and (not config or Path(config).stem == "ddp"):
-        say(
-            "without DeepSpeed the trained weights are kept in float32 (--dtype float32): in bfloat16 small steps are "
-            "lost"
-        )
+        say("without DeepSpeed the weights are kept in float32 (--dtype float32): in bfloat16 small steps are lost")
         command += ["--dtype", "float32"]
-    say(
-        f"training with {processes} process(es) on {f'GPU {gpus}' if gpus else 'the CPU'}, "
-        f"{f'by {config}, ' if config else ''}output: {plan['output_dir']}"
-    )
+    where, how = f"GPU {gpus}" if gpus else "the CPU", f", by {config}" if config else ""
+    say(f"training with {processes} process(es) on {where}{how}, output: {plan['output_dir']}")
     on_cpu = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1", "ACCELERATE_USE_CPU": "true"}
     devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else on_cpu
     return command, {**devices, **package_path()}
@@ -327,26 +304,20 @@ class Server:
         return False
 
     def wait(self, seconds: int) -> None:
-        """Wait until it answers, with a dot for every second. It must not end, nor take longer than `seconds`."""
-        began, told, problem = time.monotonic(), 0, ""
-        print(f"train: waiting for {self.name} ", end="", flush=True)
-        try:
-            while not problem:
+        """Wait until it answers, which it must do within `seconds`. Says so every ten seconds."""
+        began, waited, problem = time.monotonic(), 0, ""
+        while not problem:
+            if not self.is_alive():
+                problem = f"{self.name} ended while it started; see above."
+            elif self.is_healthy():
+                return say(f"{self.name} is up after {waited} s")
+            elif waited > seconds:
+                problem = f"{self.name} is not up after {waited} s (SERVER_TIMEOUT)."
+            else:
+                if waited % 10 == 0:
+                    say(f"waiting for {self.name}, {waited} s")
+                time.sleep(1)
                 waited = int(time.monotonic() - began)
-                if not self.is_alive():
-                    problem = f"{self.name} ended while it started; see above."
-                elif self.is_healthy():
-                    return print(f" up after {waited} s", flush=True)
-                elif waited > seconds:
-                    problem = f"{self.name} is not up after {waited} s (SERVER_TIMEOUT)."
-                else:
-                    told, text = (waited, f". {waited} s ") if waited >= told + 10 else (told, ".")
-                    print(text, end="", flush=True)
-                    time.sleep(1)
-        except SystemExit:  # a signal
-            print(flush=True)
-            raise
-        print(flush=True)
         self.show_log()
         fail(problem, 1)
 
@@ -357,9 +328,7 @@ class Server:
         print(f"train: the last lines of {self.log}:", *lines, sep="\n    ", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing is left behind
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Nothing is left behind --
 
 
 class Launch:
@@ -424,9 +393,7 @@ def exit_code(process: subprocess.Popen) -> int:
     return code if code >= 0 else 128 - code
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is asked for
-# ---------------------------------------------------------------------------------------------------------------------
+# -- What is asked for --
 
 
 def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
@@ -451,13 +418,13 @@ def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
     return recipe, argv[1:]
 
 
-def rename_variables() -> None:
-    """Give the variables of `OTHER_VARIABLES` the names that everything else reads."""
+def vllm_variables() -> None:
+    """Give the variables of `OTHER_VARIABLES` the names that everything else reads, and check their numbers."""
     for name, variable in OTHER_VARIABLES.items():
-        if name in os.environ and os.environ.get(variable, os.environ[name]) != os.environ[name]:
+        value = os.environ.get(name)
+        if value is not None and os.environ.setdefault(variable, value) != value:
             fail(f"{name} and {variable} are one setting, and have two values. Remove one of them.", 2)
-        if name in os.environ:
-            os.environ[variable] = os.environ[name]
+    whole_number("VLLM_SERVERS", 1, least=1), whole_number("VLLM_TP", 1, least=1)
 
 
 def whole_number(name: str, default: int, least: int = 0) -> int:
@@ -480,12 +447,13 @@ def lock_ports(wanted: int, count: int = 1) -> int:
             return first  # the locks end with this process
         for lock in locks:
             os.close(lock)
-    fail(f"no port from {wanted} on is free on this machine and can be locked by a file in {tempfile.gettempdir()}", 1)
+    fail(f"no port from {wanted} on is free on this machine and can be locked in {tempfile.gettempdir()}", 1)
 
 
 def lock_port(port: int) -> int | None:
     """The descriptor of a port's locked file; None if another launch has it. No link of another user is followed."""
-    path, flags = lock_path(port), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    path = Path(tempfile.gettempdir()) / f"mt-grpo-{os.getuid()}-port-{port}.lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(OSError):
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -494,10 +462,6 @@ def lock_port(port: int) -> int | None:
         except OSError:
             os.close(descriptor)
     return None
-
-
-def lock_path(port: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"mt-grpo-{os.getuid()}-port-{port}.lock"
 
 
 def is_free(port: int) -> bool:

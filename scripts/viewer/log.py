@@ -49,11 +49,10 @@ class Rollout:
 
         line, asked = self.line, query.get
         name, error = asked("reward_name", "reward"), asked("error")
+        reward = {**line["rewards"], "reward": line["reward"]}.get(name)
         return (
             inside(line["step"], asked("step_from"), asked("step_to"))
-            and inside(
-                {**line["rewards"], "reward": line["reward"]}.get(name), asked("reward_min"), asked("reward_max")
-            )
+            and inside(reward, asked("reward_min"), asked("reward_max"))
             and all(asked(key) in (None, line[key]) for key in ("mode", "stop"))
             and asked("prompt", "").lower() in line["prompt"].lower()
             and ("tool" not in query or query["tool"] in line["tools"])
@@ -172,9 +171,8 @@ class LogReader:
         """Numbers, what can be chosen in the filters, and notes on what is not shown."""
         lines = [rollout.line for rollout in self.rollouts.values()]
         batches = {(line["mode"], line["step"], line["attempt"]): line["batch"] for line in lines}
-        more = (
-            f"The log has more than {self.most_bytes / 1e6:.0f} MB: only the newest {len(lines):,} rollouts are shown."
-        )
+        kept = f"only the newest {len(lines):,} rollouts are shown"
+        more = f"The log has more than {self.most_bytes / 1e6:.0f} MB: {kept}."
         others = sum(line["schema"] != SCHEMA for line in lines)
         other = f"{others} rollouts are not of schema {SCHEMA}, which this viewer knows: it shows what it can."
         return {

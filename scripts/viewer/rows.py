@@ -16,17 +16,12 @@ def table_line(row: dict[str, Any]) -> dict[str, Any]:
     results = [result for turn in turns for result in turn.get("results") or []]
     errors = [result.get("error") for result in results] + (["rollout"] if row.get("error") else [])
     rewards = {clean(name): number_or_none(value) for name, value in (row.get("rewards") or {}).items()}
-    total = number_or_none(row.get("reward"))
-    if row.get("reward") is None:  # logs from before there was this column
-        numbers = [value for value in rewards.values() if value is not None]
-        total = sum(numbers) if numbers else None
     prompt, mode = question(row), clean(row.get("mode") or "train")
     return {
         "rank": whole(row.get("rank")), "step": whole(row.get("step")), "mode": mode,
         "number": whole(row.get("index")), "prompt": prompt[:2000], "prompt_messages": prompt_length(row),
-        "team": clean(prompt if row.get("group") is None else row["group"]),  # logs from before there was this column
-        "stop": clean(row.get("stop_reason")), "reward": total, "rewards": rewards, "turns": len(turns),
-        "tokens": whole(row.get("num_tokens")),
+        "team": clean(row.get("group")), "stop": clean(row.get("stop_reason")), "rewards": rewards,
+        "reward": number_or_none(row.get("reward")), "turns": len(turns), "tokens": whole(row.get("num_tokens")),
         "seconds": sum(number_or_none(each.get("seconds")) or 0.0 for each in [*turns, *results]),
         "tools": names(call.get("name") for turn in turns for call in turn.get("calls") or []),
         "errors": names(errors), "version": whole(row.get("policy_version")), "batch": whole(row.get("batch_size")),
@@ -87,21 +82,12 @@ def whole(value: Any) -> int:
 
 
 def names(values: Any) -> list[str]:
-    """Different names, without line breaks.
-
-    >>> names(["b", None, "a", "b"])
-    ['b', 'a']
-    """
+    """Different names, without line breaks."""
     return [re.sub(r"\s+", " ", clean(value)) for value in dict.fromkeys(values) if value]
 
 
 def question(row: dict[str, Any]) -> str:
-    """The last user message of a row's prompt.
-
-    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    >>> question({"messages": messages, "turns": [{"text": "4"}]})
-    '2+2?'
-    """
+    """The last user message of a row's prompt."""
     given = [message for message in row["messages"][: prompt_length(row)] if isinstance(message, dict)]
     asked = [message for message in given if message.get("role") == "user"] or given[:1]
     return text_of(asked[-1].get("content")) if asked else ""

@@ -132,7 +132,7 @@ const PAGE = {
 };
 
 const source = DATA.served ? SERVER : PAGE;
-const state = { info: null, place: null, filters: undefined, shown: "", colour: "advantage", hiddenLines: new Set(), view: 0 };
+const state = { info: null, place: null, filters: undefined, shown: "", colour: "advantage", view: 0 };
 const main = el("main");
 
 // -- 3. Curves --
@@ -149,14 +149,13 @@ function ticks(low, high, count, least = 0) {
 const colourOf = (lines, line) => `var(--c${[...new Set(lines.map((each) => each.label))].indexOf(line.label) % 8})`;
 
 function chart(panel) {
-  const lines = panel.lines.filter((line) => !state.hiddenLines.has(`${panel.title}/${line.label}`));
-  const points = lines.flatMap((line) => line.points);
+  const { lines } = panel, points = lines.flatMap((line) => line.points);
   const svg = el("svg", { viewBox: `0 0 ${BOX.width} ${BOX.height}`, tabindex: 0, role: "img",
     "aria-label": `${panel.title} over steps. Left and right read values; Enter shows the rollouts of a step.` });
-  if (!points.length) return { svg, steps: [] };
   const xs = points.map((point) => point[0]), ys = points.map((point) => point[1]);
-  const [x0, x1] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
-  let [y0, y1] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
+  const ends = (values) => [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
+  const [x0, x1] = ends(xs);
+  let [y0, y1] = ends(ys);
   if (y0 > 0 && y0 < y1 / 2) y0 = 0;
   const size = Math.max(Math.abs(y0), Math.abs(y1));
   if (y1 - y0 <= 1e-6 * size) [y0, y1] = size ? [y0 - size / 2, y1 + size / 2] : [0, 1];  // a constant, except for rounding
@@ -177,18 +176,17 @@ function chart(panel) {
     svg.append(el("path", { class: "curve", d: dot ? `${path}h0` : path, "stroke-width": dot ? 5 : 1.6,
       stroke: colourOf(panel.lines, line), "stroke-dasharray": line.run ? "5 3" : null, "stroke-linecap": "round" }));
   }
-  return { svg, steps: [...new Set(xs)].sort((a, b) => a - b), x, lines };
+  return { svg, steps: [...new Set(xs)].sort((a, b) => a - b), x };
 }
 
 function panelOf(panel) {
-  const { svg, steps, x, lines } = chart(panel), runs = state.info.runs;
+  const { svg, steps, x } = chart(panel), { lines } = panel, { runs } = state.info;
   const readout = el("div", { class: "readout", "aria-live": "polite" });
   let chosen = -1;
   // Metrics of a training step are means over the rollouts that were sampled since the metrics before: `metrics.jsonl`
   // counts the optimizer step that was just made, the log of rollouts those before it.
   const sampled = () => (panel.mode === "eval_" ? [steps[chosen], steps[chosen]] : [chosen ? steps[chosen - 1] : 0, steps[chosen] - 1]);
   const read = (index) => {
-    if (!steps.length) return;
     chosen = Math.max(0, Math.min(steps.length - 1, index));
     const step = steps[chosen], [from, to] = sampled();
     const values = lines.flatMap((line) => line.points.filter((point) => point[0] === step)
@@ -215,16 +213,8 @@ function panelOf(panel) {
     event.preventDefault();
     event.stopPropagation();
   });
-  const key = (label) => {
-    const name = `${panel.title}/${label}`;
-    const toggle = () => {
-      if (!state.hiddenLines.delete(name)) state.hiddenLines.add(name);
-      show();
-    };
-    return el("button", { type: "button", name, "aria-pressed": String(!state.hiddenLines.has(name)), onclick: toggle },
-      el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
-        el("line", { x1: 0, x2: 22, y1: 5, y2: 5, "stroke-width": 3, stroke: colourOf(panel.lines, { label }) })), ` ${label}`);
-  };
+  const key = (label) => el("span", {}, el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
+    el("line", { x1: 0, x2: 22, y1: 5, y2: 5, "stroke-width": 3, stroke: colourOf(panel.lines, { label }) })), ` ${label}`);
   const labels = [...new Set(panel.lines.map((line) => line.label))];
   return el("section", { class: "panel" }, el("h2", {}, panel.title), svg, readout, el("div", { class: "keys" }, labels.map(key)));
 }
@@ -256,9 +246,9 @@ async function showCurves() {
 
 // -- 4. The list of rollouts --
 
-const COLUMNS = [["step", "step", "number"], ["", "group", "number wide"], ["number", "rollout", "number wide"],
-  ["reward", "reward", "number"], ["", "stop reason", ""], ["turns", "turns", "number wide"], ["tokens", "tokens", "number wide"],
-  ["seconds", "seconds", "number wide"], ["", "tools", "wide"], ["", "errors", ""], ["", "prompt", ""]];
+const COLUMNS = [["step", "step", "number"], ["", "group", "number"], ["number", "rollout", "number"],
+  ["reward", "reward", "number"], ["", "stop reason", ""], ["turns", "turns", "number"], ["tokens", "tokens", "number"],
+  ["seconds", "seconds", "number"], ["", "tools", ""], ["", "errors", ""], ["", "prompt", ""]];
 const conversationHash = (kind, run, id, { colour = state.colour, turn } = {}) =>
   hashOf(`${kind}/${run}/${id}`, { turn, colour: colour === "advantage" ? undefined : colour });
 const hashOf = (view, query) => `#${view}?${parameters(query)}`.replace(/\?$/, "");
@@ -287,9 +277,7 @@ function filters(query) {
     choice("stop", "stop reason", same(info.stops), "all"), choice("tool", "tool", same(info.tools), "all"),
     choice("error", "error", [["any", "any"], ...same(info.errors)], "all"),
     el("button", {}, "Filter"), el("a", { href: hashOf("rollouts", { run: query.run }) }, "clear"));
-  const used = Object.entries(query).filter(([name, value]) => value && !["sort", "descending", "offset", "run"].includes(name));
-  const open = state.filters ?? (!matchMedia("(max-width: 45rem)").matches || used.length > 0);
-  return el("details", { class: "filters", open, ontoggle: (event) => { state.filters = event.target.open; } },
+  return el("details", { class: "filters", open: state.filters ?? true, ontoggle: (event) => { state.filters = event.target.open; } },
     el("summary", {}, "Filters"), form);
 }
 
@@ -315,18 +303,13 @@ function line(item, run) {
     values.map((value, i) => el("td", { class: COLUMNS[i][2] }, value)));
 }
 
-// What "back", "next" and "previous" mean, also after a reload. (Files may have no storage.)
-function remember(place) {
-  state.place = place;
-  try { sessionStorage.setItem("place", JSON.stringify(place)); } catch { /* without it a reload forgets */ }
-}
-
 async function showTable(query) {
   const run = state.info.runs[Number(query.run || 0)] ? Number(query.run || 0) : 0;
   query = { ...query, run: run || undefined };
   const first = Number(query.offset || 0), limit = 50;
   const { total, rows } = await source.table({ ...query, limit });
-  remember({ run, query, list: rows.map((item) => item.id), last: first + rows.length >= total });
+  // What "back", "next" and "previous" mean.
+  state.place = { run, query, list: rows.map((item) => item.id), last: first + rows.length >= total };
   const page = (offset, label) => el("button", { type: "button", disabled: offset < 0 || offset >= total || null,
     onclick: () => { location.hash = hashOf("rollouts", { ...query, offset: String(offset) }); } }, label);
   return [
@@ -391,17 +374,9 @@ function colourBar(items, kind, run, id) {
 }
 
 function hints(items) {
-  const text = items.some(hasTokens) ? "Grey text is not in the loss. Hold the pointer over a token, or tap it, to read its numbers."
+  const text = items.some(hasTokens) ? "Grey text is not in the loss. Hold the pointer over a token to read its numbers."
     : "The log has no tokens, so each turn has one colour. With log_rollout_tokens: true each token has its own.";
-  return [state.colour !== "none" && el("p", { class: "soft small" }, text), el("div", { class: "readout", "aria-live": "polite" })];
-}
-
-function pickToken(event) {  // a finger has no pointer that hovers
-  const token = event.target.closest(".t");
-  if (!token) return;
-  main.querySelector(".t.chosen")?.classList.remove("chosen");
-  token.classList.add("chosen");
-  say(main.querySelector(".readout"), `${token.textContent.slice(0, 40)}: ${token.title}`);
+  return state.colour !== "none" && el("p", { class: "soft small" }, text);
 }
 
 function tokenNumbers(turn, i) {
@@ -417,14 +392,6 @@ function tokenSpans(turn, colour, scale) {
     const value = colour && !(colour.trained && out) ? colour.token(turn, i) : null;
     const title = Object.entries(tokenNumbers(turn, i)).map(([name, shown]) => `${name} ${shown}`).join(", ");
     return el("span", { class: out ? "t out" : "t", title, background: paint(colour, value, scale) }, visible(text));
-  });
-}
-
-function tokenTable(turn) {
-  return folded(`${turn.token_texts.length} tokens as a table`, () => {
-    const rows = turn.token_texts.map((text, i) => ({ token: visible(text), ...tokenNumbers(turn, i) }));
-    return el("div", { class: "tokens-table" }, el("table", {}, cells("th", Object.keys(rows[0] ?? {})),
-      rows.map((row) => cells("td", Object.values(row), { class: "mono" }))));
   });
 }
 
@@ -504,7 +471,7 @@ function turnParts(item, k, colour, scale) {
   const calls = (turn.calls || []).map((each, i) => [call(each, i), results[i] && result(results[i])]);
   const tokens = colour && turn.token_texts;
   return el("section", { id: `r${item.id}t${k}` }, contextParts(item, turn),
-    part("policy", `turn ${k}`, facts, tokens ? [el("div", { class: "mono" }, tokenSpans(turn, colour, scale)), tokenTable(turn)]
+    part("policy", `turn ${k}`, facts, tokens ? el("div", { class: "mono" }, tokenSpans(turn, colour, scale))
       : el("pre", { background: paint(colour, colour?.turn(row, k), scale) }, turn.text)),
     calls, results.slice(calls.length).map(result),
     turn.observation && part("result", "observation", [], readText(item, turn.observation)),
@@ -570,8 +537,7 @@ async function showRollout(run, id) {
       at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "end of this page of the list"),
       colourBar([item], "rollout", run, id)),
     hints([item]),
-    el("div", { onclick: pickToken },
-      conversation(item, `${stepText(item.step, item.mode)}, rollout ${item.number}`, colour, scale, true)),
+    conversation(item, `${stepText(item.step, item.mode)}, rollout ${item.number}`, colour, scale, true),
   ];
 }
 
@@ -670,7 +636,7 @@ async function showGroup(run, id, query) {
     group(items, run),
     others.length ? group(others, 1 - run)
       : runs.length > 1 && el("p", { class: "note" }, `The log of ${runs[1 - run].name} has no rollout of this prompt.`),
-    DATA.only && el("div", { class: "side", onclick: pickToken },
+    DATA.only && el("div", { class: "side" },
       items.map((item) => conversation(item, `rollout ${item.number}`, colour, scale, false))),
   ];
 }
@@ -705,20 +671,12 @@ function place() {
 
 const lastTable = () => hashOf("rollouts", state.place?.query || {});
 
-// An element of a view as it is found again when the view is drawn anew, so that the keyboard stays where it was.
-function trace(node) {
-  if (!main.contains(node)) return null;
-  const key = (each) => each.getAttribute("name") ?? each.getAttribute("href") ?? each.textContent.replace(/ [▾▴]$/, "");
-  const before = key(node);
-  return () => [...main.querySelectorAll(node.tagName)].find((other) => key(other) === before);
-}
-
 async function show() {
   const { parts: [view, run = 0, id], query } = place();
   if (["rollout", "group"].includes(view)) {
     state.colour = Object.hasOwn(COLOURS, query.colour ?? "") ? query.colour : "advantage";
   }
-  const mine = ++state.view, found = trace(document.activeElement);
+  const mine = ++state.view;
   links.forEach((link) => {
     link.setAttribute("aria-current", link.dataset.view === (view === "rollout" ? "rollouts" : view) ? "page" : "false");
   });
@@ -736,9 +694,8 @@ async function show() {
   state.shown = kind;
   if (view === "rollout") main.querySelector(`#r${Number(id)}t${Number(query.turn)}`)?.scrollIntoView();
   links[2].href = lastTable();
-  const again = state.search ? main.querySelector("input[name=text]") : found?.();
+  if (state.search) main.querySelector("input[name=text]").focus({ preventScroll: true });
   state.search = false;
-  again?.focus({ preventScroll: true });
 }
 
 async function look() {  // whether a running job has added rollouts
@@ -791,7 +748,6 @@ document.addEventListener("keydown", (event) => {
 
 (async () => {
   state.info = await source.info();
-  try { state.place = JSON.parse(sessionStorage.getItem("place")); } catch { /* as in `remember` */ }
   const title = DATA.title || state.info.runs.map((run) => run.name).join(" and ");
   document.body.append(el("header", {}, el("h1", {}, title), counts,
     DATA.served && el("label", { class: "small" }, follow, " follow the run"),

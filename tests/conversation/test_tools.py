@@ -6,8 +6,6 @@ import inspect
 import json
 import os
 import re
-import shutil
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
-from xml.sax.saxutils import escape
 
 import pytest
 from conftest import data_file
@@ -377,19 +374,6 @@ def test_index_is_rebuilt_when_the_corpus_changes(small, monkeypatch):
     assert len(builds) == 3
 
 
-def test_index_goes_to_the_cache_if_the_corpus_lies_on_a_read_only_disk(small, monkeypatch, tmp_path):
-    small.write(("Paris", "A city."))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(small.os, "access", lambda path, mode: False)  # a superuser may write everywhere
-    small.corpus.parent.chmod(0o555)
-    try:
-        assert "A city." in small.wiki_search("Paris")
-    finally:
-        small.corpus.parent.chmod(0o755)
-    assert [path.name for path in small.corpus.parent.iterdir()] == ["corpus.jsonl"]
-    assert len(list((tmp_path / "cache" / "wiki_search").glob("corpus-*.fts5"))) == 1
-
-
 def test_index_path_that_names_another_file_is_not_overwritten(squad, monkeypatch, tmp_path):
     precious = tmp_path / "notes.txt"
     precious.write_text("precious " * 1000)
@@ -485,7 +469,7 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         reply = {}
-        if "meta=siteinfo" not in self.path:  # which is asked for once: neither counted nor scripted
+        if "meta=siteinfo" not in self.path:  # of the check: neither counted nor scripted
             self.server.times.append(time.perf_counter())
             self.server.requests.append((self.command, self.path, dict(self.headers), body))
             reply = self.server.replies.pop(0) if self.server.replies else {}
@@ -525,15 +509,10 @@ def retrieval_protocol(path: str, body: bytes) -> dict:
 
 
 class MediaWiki:
-    """MediaWiki's api.php, as a real one answered (1.39): of a wiki with or without each of the two extensions.
-
-    CirrusSearch ranks, and knows OR. MediaWiki's own search wants every word, in order of page id, and keeps titles
-    and texts apart.
-    """
+    """MediaWiki's api.php, as a real one answered (1.39), with CirrusSearch, which ranks and knows OR."""
 
     def __init__(self, *extensions: str, pages: list[tuple[str, str]] = PASSAGES):
         self.extensions, self.pages = extensions or ("CirrusSearch", "TextExtracts"), dict(pages)
-        self.titles_asked_for_text = []
 
     def __call__(self, path: str, body: bytes) -> dict:
         params = {name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()}
@@ -547,32 +526,16 @@ class MediaWiki:
         return self.texts(params)
 
     def search(self, params: dict) -> dict:
-        assert params["srnamespace"] == "0"
+        assert params["srnamespace"] == "0" and params["srwhat"] == "text"
         words = params["srsearch"].lower().split()
-        if "CirrusSearch" in self.extensions:
-            found = [] if "nothing" in words and "OR" not in params["srsearch"] else list(self.pages)
-        else:
-            where = {title: (text if params.get("srwhat") == "text" else title) for title, text in self.pages.items()}
-            found = [title for title, text in where.items() if set(words) <= set(re.findall(r"\w+", text.lower()))]
-        hits = [
-            {
-                "ns": 0,
-                "title": title,
-                "pageid": 100 - i,
-                "size": 541,
-                "wordcount": 83,
-                "snippet": "...",
-                "timestamp": "",
-            }
-            for i, title in enumerate(found)
-        ]
+        found = [] if "nothing" in words and "OR" not in params["srsearch"] else list(self.pages)
+        hits = [{"ns": 0, "title": title, "pageid": 100 - i, "snippet": "..."} for i, title in enumerate(found)]
         info = {"totalhits": len(hits)}
         return {"batchcomplete": True, "query": {"searchinfo": info, "search": hits[: int(params["srlimit"])]}}
 
     def texts(self, params: dict) -> dict:
         assert params["redirects"] == "1"
         titles = params["titles"].split("|")
-        self.titles_asked_for_text.append(titles)
         pages = [{"pageid": 100 - i, "ns": 0, "title": title} for i, title in enumerate(self.pages) if title in titles]
         answer = {"batchcomplete": True, "query": {"pages": pages[::-1]}}
         for page in pages:
@@ -648,7 +611,7 @@ def test_retry_after_is_respected(wiki, server):
     assert server.times[1] - server.times[0] >= 1
 
 
-@pytest.mark.parametrize("value", ["3600", "Fri, 31 Dec 9999 23:59:59 GMT", "soon"])
+@pytest.mark.parametrize("value", ["3600", "Fri, 31 Dec 9999 23:59:59 GMT"])
 def test_retry_after_is_bounded(wiki, server, value):
     wiki.MAX_WAIT_SECONDS = 0.05
     server.replies = [{"status": 429, "headers": {"Retry-After": value}}]
@@ -656,23 +619,18 @@ def test_retry_after_is_bounded(wiki, server, value):
         assert "Rollo" in wiki.wiki_search("Rollo")
 
 
-@pytest.mark.parametrize(("status", "advice"), [(500, "check the server's log"), (429, "search less often")])
-def test_server_that_fails_three_times(wiki, server, status, advice):
-    server.replies = [{"status": status, "text": "out of memory " * 100}] * 3
-    with pytest.raises(RuntimeError) as raised:
+def test_server_that_fails_three_times(wiki, server):
+    server.replies = [{"status": 500, "text": "out of memory " * 100}] * 3
+    with pytest.raises(RuntimeError, match=f"{server.url}.* answered with status 500 and 'out of memory") as raised:
         wiki.wiki_search("Rollo")
-    message = str(raised.value)
-    assert f"{server.url}" in message
-    assert f"answered 3 times with status {status} (out of memory" in message
-    assert advice in message
-    assert len(message) < 500
+    assert len(str(raised.value)) < 500
     assert len(server.requests) == 3
     assert "Rollo" in wiki.wiki_search("Rollo")  # the session is still good
 
 
 def test_other_statuses_are_not_tried_again(wiki, server):
     server.replies = [{"status": 404, "text": "no such page"}]
-    with pytest.raises(RuntimeError, match=r"answered with status 404 \(no such page\): .*WIKI_SEARCH_URL"):
+    with pytest.raises(RuntimeError, match="answered with status 404 and 'no such page': .*WIKI_SEARCH_URL"):
         wiki.wiki_search("Rollo")
     assert len(server.requests) == 1
 
@@ -682,7 +640,7 @@ def test_slow_server(wiki, server):
     of_a_search, patient = len(server.requests), wiki.READ_TIMEOUT
     wiki.READ_TIMEOUT = 0.2
     server.replies = [{"delay": 3}]
-    with pytest.raises(TimeoutError, match=rf"{server.url}.* did not answer within 0.2 s"):
+    with pytest.raises(ConnectionError, match=rf"no answer from {server.url}.*ReadTimeout"):
         wiki.wiki_search("Rollo")
     wiki.READ_TIMEOUT = patient
     assert "Rollo" in wiki.wiki_search("Rollo")
@@ -694,7 +652,7 @@ def test_slow_server(wiki, server):
 def test_no_server(wiki, server, monkeypatch):
     server.server_close()
     monkeypatch.setenv("WIKI_SEARCH_URL", server.url.replace("127.0.0.1", "user:secret@127.0.0.1"))
-    with pytest.raises(ConnectionError, match="no answer from .*refused.*: check that it is running") as raised:
+    with pytest.raises(ConnectionError, match="no answer from .*: check that it is running") as raised:
         wiki.wiki_search("Rollo")
     assert server.url in str(raised.value)
     assert "secret" not in str(raised.value)
@@ -760,153 +718,27 @@ def test_cirrus_search_gets_the_query_and_then_any_of_its_words(wiki, server):
     assert len(searches) == 3
 
 
-ARTICLES = [
-    ("Rouen", "A city of Normandy on the river Seine."),
-    ("Paris", "A city on the river Seine."),
-    ("Rollo", "The leader of the Norse in Normandy."),
-]
-
-
-@pytest.fixture
-def own_search(wiki, server):
-    """Sets the server to a wiki with MediaWiki's own search; with TextExtracts or not."""
-
-    def set_up(*extensions: str, pages=ARTICLES) -> MediaWiki:
-        server.protocol = MediaWiki("ParserFunctions", *extensions, pages=pages)
-        return server.protocol
-
-    return set_up
+@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
+def test_check_says_which_extension_is_missing(wiki, server):
+    for missing, other in (("CirrusSearch", "TextExtracts"), ("TextExtracts", "CirrusSearch")):
+        server.protocol = MediaWiki(other)
+        with pytest.raises(ValueError, match=f"no extension {missing}$"):
+            wiki.CHECK_TOOLS()
 
 
 @pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-def test_wiki_with_the_search_of_mediawiki_itself(wiki, own_search, monkeypatch):
-    """It wants every word of a query: the pages with the most and the rarest words are found all the same."""
-    own_search("TextExtracts")
-    assert wiki.wiki_search("Which city lies in Normandy?") == "[1] Rouen\nA city of Normandy on the river Seine."
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
-    rollo = "Rollo\nThe leader of the Norse in Normandy."
-    assert wiki.wiki_search("Who was the Norse leader of some city?") == (  # two rare words before a common one
-        f"[1] {rollo}\n\n[2] Rouen\nA city of Normandy on the river Seine."
-    )
-    assert wiki.wiki_search("xylophone") == "No results. Try other words."
-    assert wiki.wiki_search("?!") == "No results. Try other words."
-
-
-@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-def test_check_says_that_textextracts_is_missing(wiki, own_search):
-    own_search()
-    with pytest.raises(ValueError, match=r"no extension TextExtracts: add wfLoadExtension\( 'TextExtracts' \);"):
-        wiki.CHECK_TOOLS()
-
-
-@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-def test_redirect_gives_the_page_that_it_leads_to(wiki, own_search):
-    protocol = own_search("TextExtracts", pages=[("Hrolf", "#REDIRECT [[Rollo]]"), ("Rollo", "A leader.")])
+def test_redirect_gives_the_page_that_it_leads_to(wiki, server):
+    server.protocol = MediaWiki(pages=[("Hrolf", "#REDIRECT [[Rollo]]"), ("Rollo", "A leader.")])
     answer = {
         "redirects": [{"from": "Hrolf", "to": "Rollo"}],
         "pages": [{"pageid": 7, "ns": 0, "title": "Rollo", "extract": "A leader."}],
     }
-    protocol.texts = lambda params: {"batchcomplete": True, "query": answer}
+    server.protocol.texts = lambda params: {"batchcomplete": True, "query": answer}
     assert wiki.wiki_search("redirect") == "[1] Rollo\nA leader."
 
 
-# --- a real MediaWiki, of the system's packages ----------------------------------------------------------------------
-
-MEDIAWIKI = Path("/usr/share/mediawiki")
-PAGE = """<page><title>{title}</title><ns>0</ns><revision><timestamp>2026-01-01T00:00:00Z</timestamp>
-<contributor><username>Admin</username></contributor><model>wikitext</model><format>text/x-wiki</format>
-<text xml:space="preserve">{text}</text></revision></page>"""
-
-
-def install_mediawiki() -> None:
-    """From the distribution's packages, if this user may. Skips the test otherwise."""
-    if MEDIAWIKI.is_dir() and shutil.which("php"):
-        return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        pytest.skip("needs the packages mediawiki, php-cli and php-sqlite3, or root and apt-get to install them")
-    if Path("/run/systemd/system").exists():
-        pytest.skip("needs the package mediawiki; installing it here would start a web server on every interface")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # starts no web server
-    packages = ["mediawiki", "php-cli", "php-sqlite3", "php-mbstring", "php-xml", "php-intl"]
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-        done = subprocess.run(["apt-get", *command], env=environment, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"apt-get {command[0]} failed: {done.stderr.strip()[-300:]}")
-
-
-def php(*arguments: str) -> None:
-    done = subprocess.run(["php", *arguments], cwd=MEDIAWIKI, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="session")
-def real_wiki(tmp_path_factory):
-    """The folder of a wiki with the passages as its pages; plain.php and extracts.php are its settings."""
-    install_mediawiki()
-    folder = tmp_path_factory.mktemp("mediawiki")
-    pages = [
-        PAGE.format(title=row["id"], text=escape(row["text"])) for row in read_jsonl(data_file("squad/corpus.jsonl"))
-    ]
-    xml = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11">{"".join(pages)}</mediawiki>'
-    (folder / "pages.xml").write_text(xml, encoding="utf-8")
-    settings = {"dbtype": "sqlite", "dbpath": folder, "dbname": "wiki", "confpath": folder, "scriptpath": ""}
-    options = [f"--{name}={value}" for name, value in settings.items()]
-    php("maintenance/install.php", *options, "--server=http://127.0.0.1", "--pass=a-Long-Password-1", "Wiki", "Admin")
-    written = (folder / "LocalSettings.php").read_text()
-    (folder / "plain.php").write_text(written)
-    (folder / "extracts.php").write_text(f"{written}\nwfLoadExtension( 'TextExtracts' );\n")
-    for script, *arguments in (["importDump", folder / "pages.xml"], ["rebuildtextindex"]):
-        php(f"maintenance/{script}.php", f"--conf={folder / 'plain.php'}", *map(str, arguments))
-    return folder
-
-
-@pytest.fixture
-def serve_wiki(real_wiki):
-    """Starts PHP's own server on the wiki with one of its settings; gives its URL."""
-    processes = []
-
-    def serve(settings: str) -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        command = ["php", "-d", "opcache.enable_cli=1", "-S", address, "-t", str(MEDIAWIKI)]
-        environment = {**os.environ, "MW_CONFIG_FILE": str(real_wiki / f"{settings}.php")}
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        )
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(address.split(":"), timeout=1):
-                return f"http://{address}/api.php"
-            assert processes[-1].poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-
-    yield serve
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_recall_on_a_real_mediawiki(wiki, serve_wiki, monkeypatch):
-    """Of 32 questions as they stand: 25 are answered by the first page, 31 by the first three."""
-    monkeypatch.setenv("WIKI_SEARCH_BACKEND", "mediawiki")
-    monkeypatch.setenv("WIKI_SEARCH_URL", serve_wiki("plain"))
-    with pytest.raises(ValueError, match="TextExtracts"):
-        wiki.CHECK_TOOLS()
-    monkeypatch.setenv("WIKI_SEARCH_URL", serve_wiki("extracts"))
-    wiki.CHECK_TOOLS()
-    questions = read_jsonl(data_file("squad/qa.jsonl"))[::15]
-    assert len(questions) == 32
-    first = third = 0
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
-    for row in questions:
-        result = wiki.wiki_search(row["question"]).lower()
-        answers = [answer.lower() for answer in row["answer"]["aliases"]]
-        first += any(answer in result.partition("\n\n[2] ")[0] for answer in answers)
-        third += any(answer in result for answer in answers)
-    assert first >= 24
-    assert third >= 29
-    for query in ("_", "日本語", '"', "xylophone"):
-        assert wiki.wiki_search(query) == "No results. Try other words."
+@pytest.mark.parametrize("text", ["[]", "{}", '{"error": {"code": "maxlag"}}', '{"result": []}', "<html>"])
+def test_another_answer_is_an_error(wiki, server, text):
+    server.replies = [{"text": text}]
+    with pytest.raises(RuntimeError, match="answered with status 200 and .*WIKI_SEARCH_BACKEND"):
+        wiki.wiki_search("Rollo")

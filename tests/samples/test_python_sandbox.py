@@ -178,9 +178,9 @@ def test_a_forked_process_takes_users_of_its_own(loaded):
 def test_what_a_killed_trainer_has_left_is_killed_by_the_next(sandbox, monkeypatch):
     """Before its program begins, whose processes are counted with what is left."""
     module, found = sandbox(allowed=False), []
-    run_as = module.SANDBOX.run_as
-    monkeypatch.setattr(module.SANDBOX, "run_as", lambda user, *given: found.append(
-        [process.pid for process in module.processes_of(user) if alive(process.pid)]) or run_as(user, *given)
+    wait = module.SANDBOX.wait
+    monkeypatch.setattr(module.SANDBOX, "wait", lambda folder, user, *given: found.append(
+        [process.pid for process in module.processes_of(user) if alive(process.pid)]) or wait(folder, user, *given)
     )  # fmt: skip
     user = module.FIRST_USER + module.SANDBOX.users._next  # the next that it has not held yet
     module.SANDBOX.users._free.clear()

@@ -152,16 +152,15 @@ def test_the_split_is_of_the_question_alone():
     assert 10 < len(held_out) < 30
 
 
-@pytest.mark.parametrize("which", [("--articles", "1"), ("--titles", "New York")])
-def test_rows_of_squads_own_form(which, tmp_path, monkeypatch):
-    """As `load_dataset` gives them, and what `--articles` and `--titles` take."""
+def test_rows_of_squads_own_form(tmp_path, monkeypatch):
+    """As `load_dataset` gives them, and what `--titles` takes."""
     rows = [
         {"title": title, "context": f" {title} {k // 2}. ", "question": f"{title} {k}?",
          "answers": {"text": ["one", "one", "two"] if k else []}}
         for title in ("New_York", "Rome") for k in range(4)
     ]  # fmt: skip
     monkeypatch.setattr(squad_search, "from_hub", lambda: squad_search.from_squad(rows))
-    squad_search.main([str(tmp_path), *which])
+    squad_search.main([str(tmp_path), "--titles", "New York"])
     passages = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     assert passages == [{"id": f"New York-{k}", "title": "New York", "text": f"New_York {k}."} for k in range(2)]
     questions = [json.loads(line) for split in ("train", "test")
@@ -180,5 +179,5 @@ def test_questions_of_articles_are_told_by_their_passage():
     passages = [{"id": title, "title": title, "text": "x"} for title in ("Normans", "Rome")]
     questions = [{"question": "Who?", "answer": "He"}]
     assert squad_search.of_titles(passages, questions, ["Normans", "Rome"]) == (passages, questions)
-    with pytest.raises(ValueError, match="the question 'Who.' has no `id` of its passage"):
+    with pytest.raises(ValueError, match="no `id` of its passage"):
         squad_search.of_titles(passages, questions, ["Normans"])

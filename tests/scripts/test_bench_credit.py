@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from bench import credit as bench
@@ -82,11 +83,13 @@ def test_a_task_has_as_many_seeds_as_it_says(folders):
 JOB = {"task": "chain", "method": "turn_return", "learning_rate": 3e-4, "seed": 3, "steps": 1}
 
 
-def test_a_run_is_kept_and_not_run_again(folders, warm_processes, monkeypatch, capsys):
-    """A worker process trains the chain for one step; the second time no process is started."""
+def test_a_run_is_kept_and_not_run_again(folders, monkeypatch, capsys):
+    """A worker trains the chain for one step, a thread in place of a process; the second time there is no worker."""
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(bench, "begin", lambda: None)
+    monkeypatch.setattr(bench, "NUM_PROBLEMS", 32)
     bench.run_all([JOB], 1)
-    printed = capsys.readouterr().out
-    assert "1/1  chain-turn_return-lr0.0003-steps1-seed3" in printed
+    assert "1/1  chain-turn_return-lr0.0003-steps1-seed3" in capsys.readouterr().out
     (kept,) = bench.finished().values()
     assert kept.items() >= JOB.items() and re.match("[0-9a-f]{7}", kept["commit"])
     assert len(kept["train_exact_match"]) == 1

@@ -41,9 +41,6 @@ def test_the_report_quotes_the_results_file(folders, capsys):
     cells = "1.00 s | 2.00 (2.00 to 2.00) | 2.50 (2.50 to 2.50) | 2.5 | 800 of 1,000 MiB | 4.0, 1.5 |"
     assert f"| tiny recipe: 64 rollouts | 300 | 1,090, 2,000 | {cells}" in text and "2 threads" in text
     assert "| 2.50 (2.50 to 2.50) |" in capsys.readouterr().out  # shown as well
-    assert bench.summary({"shapes": shapes}).splitlines()[1] == (
-        "long completions: 5.00 times as fast as TRL (CPU seconds 4.00 times), 0.70 of its memory; goal 2.5"
-    )
 
 
 def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
@@ -53,14 +50,15 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     before = bench.FRAME.page.read_text()
     bench.main(["--short"])
     assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 8), (16, 2), (16, 2), (64, 4)]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "x: 1.00 times as fast as TRL (CPU seconds 1.00 times), 1.00 of its memory; goal 2.5"
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("| x: 64 rollouts | 300 | 1,090, 2,000 | 1.00 s | 1.00 ")
+    )
     assert (
         bench.FRAME.page.read_text() == before
         and not bench.FRAME.results.exists()
         and bench.FRAME.short_results.is_file()
     )
-    bench.main(["--pairs", "20"])
+    bench.main([])
     assert (
         bench.FRAME.page.read_text() != before
         and bench.FRAME.results.is_file()
@@ -72,10 +70,8 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     found = json.loads(bench.FRAME.results.read_text())
     assert found["shapes"].pop("prompt")["title"] == "again" and whole["shapes"].pop("prompt")["title"] == "x"
     assert found == whole
-    with pytest.raises(SystemExit, match=f"--threads {whole['threads'] + 1}, and .* {whole['threads']}"):
-        bench.main(["--shapes", "prompt", "--threads", str(whole["threads"] + 1)])
     monkeypatch.setattr(bench, "machine", lambda: {"cpu": "another"})
-    with pytest.raises(SystemExit, match="a machine {'cpu': 'another'}, and .* has rows of {"):
+    with pytest.raises(SystemExit, match="or of another machine"):
         bench.main(["--shapes", "prompt"])
 
 
@@ -129,7 +125,7 @@ def test_both_sides_sample_the_forced_turns(warm_processes):
     """TRL's tools and this trainer's: two turns of 40 tokens in each of 8 conversations, or `generate` raises."""
     shape = {**SMOKE, "tokens": 80, "generates": True}
     with bench.both_sides(shape, bench.make_forced(shape), 1, bench.KEEP) as sides:
-        steps = {name: side.step() for name, side in sides.items()}
+        steps = {name: side.ask("step") for name, side in sides.items()}
     assert [steps[name]["sampled"] for name in bench.SIDES] == [640, 640]
     assert all(step["wall"] > 0 and step["cpu"] > 0 for step in steps.values())
 

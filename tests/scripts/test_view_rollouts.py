@@ -1,17 +1,23 @@
 """scripts/view_rollouts.py: the newest rollouts of a log, the server, and the page in a real Chromium."""
 
+import asyncio
 import json
+import math
 import re
+import shutil
 import signal
 import socket
 import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
 import view_rollouts
+import warm_python
+from aiohttp import web
 from PIL import Image
 from test_first_batch import recipe_file
 from viewer import log as viewer_log
@@ -19,6 +25,7 @@ from viewer.log import LogReader
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
+from mt_grpo.reports.progress import MetricsLog
 from mt_grpo.reports.rollout_log import write_rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,14 +162,6 @@ def test_what_is_rolled_out_again_is_another_group(tmp_path):
     assert log.rollout(4)["prompt"] == "B?" and log.rollout(4)["attempt"] == 1
 
 
-def test_logs_without_groups_and_sums(tmp_path):
-    """As they were before there were these columns."""
-    old = [{name: value for name, value in each.items() if name not in ("group", "reward")} for each in rows()]
-    log = log_of(write_log(tmp_path, old))
-    assert ids(log.group(2)) == [1, 2] and ids(log.group(5)) == [5, 6]
-    assert [each["reward"] for each in log.table({})["rows"]] == [1.0, 0.0, 0.5, 0.25, -0.5, None]
-
-
 def test_it_follows_a_run(tmp_path, monkeypatch):
     """Rows of the open segment, of one that was closed meanwhile, of a second rank; a line that is not whole yet."""
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 4000)
@@ -295,13 +294,74 @@ def test_an_odd_row_hides_no_other(name, tmp_path):
     json.dumps([log.info(), *(log.rollout(line["id"]) for line in shown)], allow_nan=False)
 
 
-def test_a_run_that_logs_no_rollouts_leaves_none_of_another(tmp_path):
-    path = recipe_file(tmp_path, max_steps=1, save_strategy="no")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(the recipe, a copy of the output directory) of a real run of two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    path = recipe_file(folder, max_steps=2, save_strategy="steps", save_steps=1, log_rollout_tokens=True)
     mt.main(["--config", path])
-    (tmp_path / "out/rollouts.rank3.jsonl").write_text("{}\n")
-    assert (tmp_path / "out" / LOG).exists()
-    mt.main(["--config", path, "--log_rollouts", "0"])
-    assert list((tmp_path / "out").glob("rollouts.*")) == []
+    return path, Path(shutil.copytree(folder / "out", folder / "copy"))
+
+
+def test_a_run_logs_its_metrics(trained):
+    """As Trainer's history has them, NaN apart; a resumed run goes on, a new one begins anew."""
+    path, out = trained[0], trained[1].parent / "out"
+
+    def logged():
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+    rows, history = logged(), json.loads((out / "trainer_state.json").read_text())["log_history"]
+    assert [row["step"] for row in rows] == [1, 2, 2]
+    assert [row.get("reward") for row in rows[:2]] == [row["reward"] for row in history[:2]]
+    for row, old in zip(rows, history):
+        assert "NaN" not in json.dumps(row) and set(row) == set(old) | {"epoch"}
+    mt.main(["--config", path, "--resume_from_checkpoint", str(out / "checkpoint-1")])
+    assert [row["step"] for row in logged()] == [1, 2, 2, 2, 2]
+    (out / "rollouts.rank3.jsonl").write_text("{}\n")
+    assert (out / LOG).exists()
+    mt.main(["--config", path, "--max_steps", "1", "--log_rollouts", "0"])
+    assert len(logged()) == 2 and list(out.glob("rollouts.*")) == []  # it leaves none of another run
+
+
+def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
+    """Of steps that were trained again the later rows count; an evaluation and a line that is cut off are no steps."""
+    rows = [{"step": 2, "reward": 0.1}, {"step": 3, "reward": 0.2}, {"step": 3, "eval_reward": 0.9},
+            {"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
+    trained = [row for row in view_rollouts.read_metrics(tmp_path) if "reward" in row]
+    assert trained == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
+
+
+def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
+    """To step 4, again from 2, and at 3 now. The evaluation at 4 is of the attempt that is gone, too."""
+    rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))]
+    rows += [{"step": 2, "eval_reward": 2.0}, {"step": 4, "eval_reward": 4.0}, {"step": 3, "reward": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = view_rollouts.read_metrics(tmp_path)
+    assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in found] == [
+        (1, 0.1, None), (2, None, 2.0), (2, 0.2, None), (3, 3.0, None)
+    ]  # fmt: skip
+
+
+def test_metrics_that_cannot_be_written_end_no_run(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").mkdir()
+    log, args = MetricsLog(), SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0)
+    log.on_log(args, state, None, {"reward": 1.0})
+    assert "The metrics could not be written" in caplog.text and "Training continues" in caplog.text
+
+
+def test_what_a_panel_shows(tmp_path):
+    """Numbers alone, by their short names; shares that stay near 0 are left out."""
+    shares = {"stop/answered": 0.9, "stop/max_turns": 0.001, "rewards/calls/mean": 0.5, "rewards/calls/std": 0.1}
+    logs = [{"step": n, "reward": n / 10, "rewards/match_reward_func/mean": math.nan, **shares} for n in (1, 2)]
+    history = [*logs, {"step": 2, "train_runtime": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+    logs = [row for row in view_rollouts.read_metrics(tmp_path) if "reward" in row]
+    panels = {title: view_rollouts.lines_of(logs, metrics) for title, metrics in view_rollouts.PANELS}
+    assert panels["Rewards"] == {"total reward": [[1, 0.1], [2, 0.2]], "calls": [[1, 0.5], [2, 0.5]]}
+    assert panels["Stop reasons"] == {"answered": [[1, 0.9], [2, 0.9]]}
+    assert panels["Seconds"] == {}
 
 
 def test_evaluations_have_a_panel(tmp_path):
@@ -318,53 +378,60 @@ def test_evaluations_have_a_panel(tmp_path):
 
 
 @pytest.fixture
-def served(tmp_path):
-    """A function that serves folders by the program; the address. Each program ends by Ctrl+C without an error.
-
-    INVARIANT: a test names it before `open_page`, so that pages are closed first: they ask it every 3 s.
-    """
-    programs = []
+def served():
+    """A function that serves folders from a thread of this process, as the program does; the address."""
+    running = []
 
     def serve(*folders):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command = [sys.executable, "scripts/view_rollouts.py", *map(str, folders), "--port", str(port)]
-        program = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        programs.append(program)
-        address, until = f"http://127.0.0.1:{port}", time.monotonic() + 120
-        while True:
-            try:
-                info = requests.get(f"{address}/api/info", timeout=10).json()
-                if info["runs"][0]["count"]:
-                    return address
-            except requests.ConnectionError:
-                assert program.poll() is None, program.stderr.read()
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        loop, app = asyncio.new_event_loop(), view_rollouts.Viewer(list(folders)).app()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        runner = web.AppRunner(app)
+
+        async def start():
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            return runner.addresses[0][1]
+
+        running.append((loop, thread, runner))
+        return f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result(60)}"
 
     yield serve
-    for program in programs:
-        program.send_signal(signal.SIGINT)
-        assert program.wait(timeout=60) == 0 and program.stderr.read() == ""
+    for loop, thread, runner in running:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @pytest.mark.contract("viewer")
-def test_the_server_answers_this_machine_alone(served, tmp_path):
-    address = served(write_log(tmp_path / "run", rows()))
-    assert ids(requests.get(f"{address}/api/rollouts/0?tool=search").json()["rows"]) == [1, 4]
-    assert requests.get(f"{address}/api/rollout/0/4").json()["row"] == rows()[3]
-    for path in ("rollouts/0?step_from=x", "rollouts/1", "rollout/0/99", "group/5/1", f"rollout/0/{'9' * 30}"):
-        answer = requests.get(f"{address}/api/{path}")
-        assert answer.status_code == 400 and answer.json()["error"]
-    foreign = requests.get(f"{address}/api/info", headers={"Host": "evil.example"})
-    assert foreign.status_code == 403 and "expected 127.0.0.1" in foreign.json()["error"]
-    page = requests.get(address)
-    assert page.headers["X-Content-Type-Options"] == "nosniff" and "Louvre" not in page.text
-    port = int(address.rpartition(":")[2])
-    others = {each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None)} - {"127.0.0.1", "::1"}
-    for other in others:
-        with pytest.raises(OSError):
-            socket.create_connection((other, port), timeout=2).close()
+def test_the_server_answers_this_machine_alone(tmp_path):
+    """The program, which ends by Ctrl+C without an error."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address, folder = f"http://127.0.0.1:{port}", write_log(tmp_path / "run", rows())
+    command = [warm_python.executable(), "scripts/view_rollouts.py", folder, "--port", str(port)]
+    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert "6 rollouts" in program.stdout.readline() and address in program.stdout.readline()
+        assert ids(requests.get(f"{address}/api/rollouts/0?tool=search").json()["rows"]) == [1, 4]
+        assert requests.get(f"{address}/api/rollout/0/4").json()["row"] == rows()[3]
+        for path in ("rollouts/0?step_from=x", "rollouts/1", "rollout/0/99", "group/5/1", f"rollout/0/{'9' * 30}"):
+            answer = requests.get(f"{address}/api/{path}")
+            assert answer.status_code == 400 and answer.json()["error"]
+        foreign = requests.get(f"{address}/api/info", headers={"Host": "evil.example"})
+        assert foreign.status_code == 403 and "expected 127.0.0.1" in foreign.json()["error"]
+        page = requests.get(address)
+        assert page.headers["X-Content-Type-Options"] == "nosniff" and "Louvre" not in page.text
+        others = {each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None)} - {"127.0.0.1", "::1"}
+        for other in others:
+            with pytest.raises(OSError):
+                socket.create_connection((other, port), timeout=2).close()
+        program.send_signal(signal.SIGINT)
+        assert program.wait(timeout=60) == 0 and program.stderr.read() == ""
+    finally:
+        program.kill()
+        program.communicate()
 
 
 # -- the page --
@@ -503,11 +570,6 @@ def test_tokens_are_coloured(open_page, tmp_path):
     assert page.inner_text(".scale").split() == ["-2.00", "0.00"]
     assert [each[2] for each in spans("difference")] == ["", "rgba(220, 40, 90, 0.65)", "", ""]
     assert page.inner_text(".scale").split() == ["-0.25", "+0.25"]
-    page.click(".t >> nth=1")  # as with a finger
-    assert "id 6, in the loss yes, advantage -1.0000" in page.inner_text(".readout")
-    page.click("text=3 tokens as a table")
-    cells = page.inner_text(".tokens-table tr >> nth=2").split()
-    assert cells == ["↵", "6", "yes", "-1.0000", "-2.0000", "-2.2500", "-0.250000"]
     assert spans("none") == [] and page.inner_text(".part.policy pre") == "Pa\nris"
 
 
@@ -632,18 +694,6 @@ def test_one_step_can_be_seen(open_page, tmp_path):
     assert table_ids(page) == [1] and page.inner_text("tbody a") == "3"
 
 
-def contrast(first, second):
-    """WCAG 2's contrast ratio of two colours such as #1b1b1f."""
-
-    def luminance(colour):
-        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    light, dark = sorted([luminance(first), luminance(second)], reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
 def test_two_runs_are_overlaid(open_page, tmp_path):
     for name, gain in (("first", 1), ("second", 2)):
         folder = write_log(tmp_path / name, rows()[: 2 * gain])
@@ -665,10 +715,9 @@ def test_two_runs_are_overlaid(open_page, tmp_path):
     until(page, "document.querySelector('#count').textContent.includes('of 2')")
 
 
-def test_it_follows_a_running_job(served, open_page, tmp_path):
+def test_it_follows_a_running_job(served, open_page, trained, tmp_path):
     """A real run: the page that was opened after its first steps shows the last ones without being asked."""
-    path = recipe_file(tmp_path, max_steps=2, save_strategy="no", log_rollout_tokens=True)
-    mt.main(["--config", path])
+    shutil.copytree(trained[1], tmp_path / "out")
     page = open_page(served(tmp_path / "out") + "#rollouts")
     until(page, "document.querySelector('#count').textContent.includes('of 32 ')")
     assert page.locator(".note").count() == 0
@@ -800,7 +849,6 @@ def test_images_are_shown_where_they_were_read(served, open_page, tmp_path):
         go(page, "rollout/0/2")  # of a log that has no images
         assert page.evaluate("document.querySelectorAll('img').length") == 0
         assert "<image 3f2a0c9d11e4>?" in page.inner_text("article")
-    address = served(folder)
     good = requests.get(f"{address}/api/image/0/{names[0]}")
     assert good.status_code == 200 and good.headers["Content-Type"] == "image/png"
     assert good.content == (folder / f"images/{names[0]}.png").read_bytes()

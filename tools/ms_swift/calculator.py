@@ -7,12 +7,10 @@
 The imports of `swift` also work if ms-swift is not installed.
 """
 
-import json
-
 from swift.rewards import ORM, orms
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
-from tools.agents.calculator import CALCULATOR, calculator
+from tools.agents.calculator import CALCULATOR, run_call
 
 
 class Calculator(MultiTurnScheduler):
@@ -35,17 +33,6 @@ class Calculator(MultiTurnScheduler):
         for call in response_choice.message.tool_calls:
             infer_request.messages.append({"role": "tool", "content": run_call(call)})
         return {"infer_request": infer_request}
-
-
-def run_call(call):
-    """Run a tool call. Returns the text that the model reads: a number, or an error message."""
-    function = call.function
-    try:
-        if function.name != "calculator":
-            raise ValueError(f"there is no tool {function.name!r}")
-        return calculator(**json.loads(function.arguments))
-    except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
-        return f"Error: {error}"
 
 
 class CalculatorAnswer(ORM):
