@@ -1205,7 +1205,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
             raise ValueError("output_dir is empty. Expected the path of a folder, which may be new.")
         check_batch_arithmetic(self)
         super().__post_init__()
-        check_config(self, CREDIT_ASSIGNMENTS)
+        check_config(self)
         make_absolute(self)
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
