@@ -336,7 +336,10 @@ def memory_errors(trainer: Any) -> Iterator[None]:
             raise
         hint = f"Set max_tokens_per_pass below {begun.num_tokens}, which changes no gradient."
         if compares_tokens(args) or len(begun["completion_ids"]) == 1:
-            hint = "Set gradient_checkpointing: true, or lower per_device_train_batch_size or max_completion_length."
+            hint = (
+                "Lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, or set "
+                "gradient_checkpointing: true, or lower max_completion_length."
+            )
         kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
         raise kind(
             f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the device's memory. "
