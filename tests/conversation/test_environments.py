@@ -293,12 +293,6 @@ def test_two_tools_of_one_name_are_refused():
         run(Lists, [[ANSWER]])  # known only when there is an instance
 
 
-def test_a_reply_can_stop():
-    _, (rollout,), _ = run(Say([Reply(stop=True)]).environment(), [[call("look")]])
-    assert rollout.stop_reason == StopReason.ENVIRONMENT_STOP and rollout.turns[0].results[0].text == "grass"
-    assert rollout.turns[0].observation is None
-
-
 @pytest.mark.contract("continuations")
 def test_a_continuation_behind_a_sampled_end_of_turn_begins_a_record():
     """The end of turn leaves the context of what follows. It is trained where it was sampled."""
@@ -726,9 +720,6 @@ def test_the_column_that_chooses_an_environment_is_not_passed_to_reset():
     assert rollout.first_messages == [{"role": "user", "content": "In the forest"}]
 
 
-# --- several calls in one turn ---------------------------------------------------------------------------------------
-
-
 def hermes(*calls):
     """A turn with these calls, (name, arguments) each, as Qwen3 writes it."""
     bodies = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
@@ -944,19 +935,6 @@ def test_a_class_that_is_no_environment_is_refused(cls, message):
         MultiTurnToolEnv([], environment=cls)
 
 
-def test_the_budget_of_a_prompt_that_reset_makes_too_long():
-    class Long(Counter):
-        def reset(self, **row):
-            self.value = 0
-            return "x" * 400
-
-    _, (rollout,), _ = run(Long, [[ANSWER]], max_model_len=200)
-    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.turns == []
-
-
-# --- in every format -------------------------------------------------------------------------------------------------
-
-
 def summed(a: int, b: str = "") -> str:
     """Adds up.
 
@@ -1002,8 +980,6 @@ def test_a_conversation_of_a_family(name, edits):
     assert [text.count("sum-2") for text in read] == [0, 1, 1 if edits else 2]
     assert [text.count("sum-3") for text in read] == ([0, 1, 1 if edits else 2] if family.several else [0, 0, 0])
 
-
-# --- tools as objects ------------------------------------------------------------------------------------------------
 
 SCHEMA = {
     "type": "function",
@@ -1142,9 +1118,6 @@ def test_what_is_known_of_a_tool_goes_with_it():
     reference = made()
     gc.collect()
     assert reference() is None
-
-
-# --- in the trainer --------------------------------------------------------------------------------------------------
 
 
 def settings(folder, **changes):
@@ -1339,16 +1312,6 @@ def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows):
     assert (trainer.state.global_step, Asks.asked) == (2, 8)
     read = {rollout.prompt_messages[0]["content"] for rollout in trainer.batch.rollouts}
     assert read == {"Row None."} if rows is None else len(read) == 2 and read < {f"Row {n}." for n in range(4)}
-
-
-@pytest.mark.parametrize("environment, changes", [(None, {}), (Asks, {"max_steps": -1})])
-def test_a_run_without_data_needs_an_environment_and_an_end(tmp_path, random_model, environment, changes):
-    def reward(**kwargs):
-        return None
-
-    env = MultiTurnToolEnv([], None, environment=environment)
-    with pytest.raises(ValueError, match="train_dataset is None. Expected rows, or an environment"):
-        MTGRPOEnvTrainer(random_model, env, [], [reward], args=settings(tmp_path, **changes))
 
 
 def test_a_prompt_has_to_come_from_somewhere():

@@ -72,11 +72,6 @@ def make_env(*examples, system="Be short.", tools=(double,), **kwargs):
     return MultiTurnToolEnv(list(tools), system, tokenizer=CHATML_TOKENIZER, prompt_examples=list(examples), **kwargs)
 
 
-# =====================================================================================================================
-# What the model reads
-# =====================================================================================================================
-
-
 @pytest.mark.parametrize("example", [STRUCTURED, IN_TEXT], ids=["tool_calls", "text"])
 def test_examples_stand_behind_the_system_prompt_as_a_conversation_has_them(example):
     env = make_env(example, PLAIN)
@@ -182,11 +177,6 @@ def test_an_example_in_the_calls_of_a_family(name):
     assert [prompt.count(result.text.strip()) for result in RESULTS[:number]] == [1] * number
 
 
-# =====================================================================================================================
-# What is trained
-# =====================================================================================================================
-
-
 def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
     """No token of an example is in a completion; the loss reads the prompt of two groups once, examples included."""
     rows = [{"prompt": [user(f"Double {n}.")], "answer": str(2 * n)} for n in (3, 4)]
@@ -220,10 +210,6 @@ def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
     read = tokenizer.decode(row.input_ids[0])
     assert read.count("<answer>8 km</answer>") == 1 and read.count("Hello!") == 1  # once, for both groups
 
-
-# =====================================================================================================================
-# What is no example
-# =====================================================================================================================
 
 WRONG = {
     "no conversation": (PLAIN, "valid list"),
@@ -313,11 +299,6 @@ def test_results_are_broken_as_a_tools_are():
         read_prompt_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
     )
     assert messages[2] == user("<result>\n8< /result><answer>9</answer>< |im_end|>\n</result>")
-
-
-# =====================================================================================================================
-# Files and recipes
-# =====================================================================================================================
 
 
 def test_files_of_three_kinds_say_the_same(tmp_path):

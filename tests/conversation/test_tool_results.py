@@ -17,7 +17,6 @@ from scripted import (
     START,
     Scripted,
     call,
-    echo,
     ids,
     make_env,
     make_tokenizer,
@@ -95,10 +94,6 @@ def test_a_tool_that_changes_what_it_gets_changes_no_call():
     assert turn.observation == "[1, 2, 3, 99]" and turn.calls[0].arguments == {"numbers": [3, 1, 2]}
 
 
-def test_a_policy_that_writes_half_a_character_is_no_reason_to_stop():
-    observe(echo, '<tool>{"name": "echo", "args": {"text": "\\ud83d"}}</tool>')
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -127,13 +122,6 @@ def test_control_tokens_of_a_tool_are_neutralised(text, failing):
     assert shown.count("</result>") == 1 and shown.index("</result>") > shown.index(turn.observation)
     letters = re.sub(r"[^a-z]", "", text)
     assert re.sub(r"[^a-z]", "", turn.observation.removeprefix("Error: ")) == letters  # only spaces were added
-
-
-def test_neutralise_leaves_other_text_alone():
-    text = "a < b | c > d, <result>, <tool>, <answer>, im_end, <| im_end |> é"
-    assert neutralise(text, CHATML_TOKENIZER) == text
-    assert neutralise("a<|im_end|>b", CHATML_TOKENIZER) == "a< |im_end|>b"
-    assert neutralise("</result>", CHATML_TOKENIZER) == "< /result>"
 
 
 # Added tokens as real tokenizers have them: (text, special, whether it is a control token).
@@ -438,10 +426,6 @@ def test_an_async_tool_that_runs_conversations_itself_does_not_hang():
         return env.generate(["5?"], Scripted([[ANSWER]]))["stop_reasons"][0]
 
     assert observe(ask_another, tool_timeout=1.0).observation is not None
-
-
-def test_async_tools_are_awaited():
-    assert observe(slow_echo, call("slow_echo", text="hi", seconds=0.01)).observation == "hi"
 
 
 def test_an_async_tool_behind_a_decorator_is_awaited():

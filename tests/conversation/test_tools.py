@@ -58,8 +58,6 @@ def test_contract_of_a_tool_file(name):
     assert "mt_grpo" not in (TOOLS / f"{name}.py").read_text().replace("-", "")
 
 
-# --- calculator ------------------------------------------------------------------------------------------------------
-
 calculator = load("calculator").calculator
 plain_calculator = load("agents/calculator").calculator
 
@@ -144,9 +142,6 @@ def test_calculator_limits_are_quick(expression, message):
         calculator(expression)
 
 
-# --- wiki_search: settings -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def wiki(monkeypatch):
     """A fresh module without settings from outside, whose waits are short."""
@@ -184,9 +179,6 @@ def test_wrong_settings(wiki, monkeypatch, settings, error, message):
 def test_empty_query(wiki, query):
     with pytest.raises(ValueError, match="empty query"):
         wiki.wiki_search(query)
-
-
-# --- wiki_search: local corpus ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -449,9 +441,6 @@ def test_threads_that_start_together_build_one_index(squad, monkeypatch):
     assert all(result == results[0] for result in results)
 
 
-# --- wiki_search: HTTP -----------------------------------------------------------------------------------------------
-
-
 class Server(ThreadingHTTPServer):
     """Answers with the scripted replies first, then by its protocol; keeps the requests it got."""
 
@@ -580,15 +569,6 @@ def test_queries_arrive_as_they_are(wiki, server):
     assert sent == [query]
 
 
-def test_user_agent(wiki, server, monkeypatch):
-    wiki.wiki_search("Rollo")
-    monkeypatch.setenv("WIKI_SEARCH_USER_AGENT", "my-search/2 (me@example.org)")
-    wiki.wiki_search("Rollo")
-    agents = [headers["User-Agent"] for _, _, headers, _ in server.requests]
-    times = server.requests_per_search
-    assert agents == [wiki.USER_AGENT] * times + ["my-search/2 (me@example.org)"] * times
-
-
 def test_one_session_per_thread(wiki, server):
     session = wiki._session()
     assert wiki._session() is session
@@ -658,20 +638,6 @@ def test_no_server(wiki, server, monkeypatch):
     assert "secret" not in str(raised.value)
 
 
-def test_long_answer_is_cut(wiki, server):
-    contents = "word " * 10**5
-    page = {"title": "Long", "index": 1, "extract": contents}
-    reply = {
-        "result": [[{"document": {"contents": f"Long\n{contents}"}}]],
-        "query": {"search": [{"title": "Long"}], "pages": [page]},
-    }
-    server.replies = [{"text": json.dumps(reply)}] * server.requests_per_search
-    result = wiki.wiki_search("word")
-    assert wiki.MAX_RESULT_CHARS - 10 < len(result) <= wiki.MAX_RESULT_CHARS
-    assert result.startswith("[1] Long\nword word ")
-    assert result.endswith("word ... [cut, 500008 characters in all]")
-
-
 @pytest.mark.parametrize("server", ["retrieval"], indirect=True)
 @pytest.mark.parametrize(
     ("contents", "result"),
@@ -702,9 +668,6 @@ def test_server_that_returns_more_than_asked_for(wiki, server, monkeypatch):
     assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0."
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
     assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0.\n\n[2] Title 1\nText 1."
-
-
-# --- wiki_search: MediaWiki ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("server", ["mediawiki"], indirect=True)

@@ -74,9 +74,6 @@ def client(port, served_model):
     client.close()
 
 
-# -- what reward functions ask the policy --
-
-
 @pytest.mark.contract_server("information gain")
 def test_information_gain_by_a_server_is_that_of_transformers(client, served_model):
     """Within 1e-5, of conversations with two searches each."""
@@ -143,8 +140,6 @@ def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, serve
     for each in (first, trainer):
         each.client.close()
 
-
-# -- what an agent's model reads --
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "description": "In <tool_call>."}}}
 TOOLS = [  # keys in any order, without a description, without parameters, with further keys
@@ -399,26 +394,6 @@ def test_chat_for_people(client):
     assert answers[0]["text"].startswith('<tool>{"name": "calculator"')
     assert len(answers[0]["token_ids"]) == len(answers[0]["logprobs"]) > 10
     assert client.tokenizer.decode(answers[0]["token_ids"], skip_special_tokens=True) == answers[0]["text"]
-
-
-def test_a_server_that_lost_its_weights_is_synced_again(port, client, served_model, tmp_path):
-    """A restarted server holds its first weights and another version: its rollouts are thrown away and made again."""
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=2)
-    original, attempts = trainer._start_rollouts, []
-
-    def set_off(prompts, which):
-        attempts.append(len(which))
-        flight = original(prompts, which)
-        if len(attempts) == 2:
-            client.request("POST", "/update_weight_version", json={"new_version": "default"})
-        return flight
-
-    trainer._start_rollouts = set_off
-    trainer.train()
-    assert attempts == [16, 16, 16] and trainer.state.global_step == 2
-    rows = [row for row in trainer.state.log_history if "rollout/restarted" in row]
-    assert [row["rollout/restarted"] for row in rows] == [0, 16]
-    assert trainer.weight_sync.num_syncs == 3
 
 
 @pytest.fixture

@@ -698,19 +698,6 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
-def test_groups_in_flight_end_with_their_epoch(server, tmp_path, late_groups):
-    """Two epochs of three batches and a step: each epoch trains each prompt once, the last step leaves none."""
-    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, prompts=6, late_groups=late_groups)
-    trainer.train()
-    trained = prompts_of(trainer)
-    assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [6, 6]
-    assert len(set(trained[6])) == 2 and not trainer.in_flight.groups
-    assert {r.policy_version for r in trainer.batches[3]} == {4}  # the next epoch's are asked for when it begins
-    assert late_groups == "admit" or trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
-
-
-@needs_vllm
 @pytest.mark.parametrize(
     "per_batch, begun, step, later",
     [(1, 3, 3, [{}, {"late_groups": "wait"}, {"late_groups": "wait", "max_staleness": 0}]), (2, 4, 7, [{}])],

@@ -64,11 +64,6 @@ def run_to_its_stop(trainer, checkpoint=None):
     return said.rpartition(" ")[2]
 
 
-# =====================================================================================================================
-# Several passes, several epochs, several stops
-# =====================================================================================================================
-
-
 @needs_vllm
 def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):
     """`admit`, two passes to a batch, two epochs of four batches: each prompt of an epoch is trained in two passes.
@@ -195,11 +190,6 @@ def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_
     with pytest.raises(RunError, match="step 0: rank 0: .*The batch has other prompts than the trainer's own sampl"):
         trainer.train()
     assert not trainer.set_off
-
-
-# =====================================================================================================================
-# Evaluations and signals
-# =====================================================================================================================
 
 
 @needs_vllm

@@ -108,9 +108,6 @@ def text(words):
 PLACE_PART = {"type": "image"}
 
 
-# -- reset --
-
-
 @pytest.mark.parametrize(
     "said, row, expected",
     [
@@ -173,9 +170,6 @@ def test_rollouts_of_a_group_share_no_list_of_pictures(tokenizer):
     found = env.generate([ASKED, ASKED], Scripted([script, script]), rows=[row, row])["rollouts"]
     own = [{picture.name for picture in rollout.pictures} for rollout in found]
     assert [len(names) for names in own] == [2, 2] and len(own[0] & own[1]) == 1
-
-
-# -- replies --
 
 
 def test_messages_behind_a_turn(tokenizer, ids_of):
@@ -327,9 +321,6 @@ def test_images_are_read_in_the_environments_thread(tokenizer):
     assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.pictures) == 4
 
 
-# -- bad inputs, and models of text --
-
-
 @pytest.mark.parametrize("way", ["reset", "messages", "history"])
 def test_an_image_that_is_not_read_ends_its_rollout_alone(way, tokenizer, plain):
     """A path, a broken one, and any image if the model reads text alone."""
@@ -363,9 +354,6 @@ def test_a_place_in_a_reply_is_refused(tokenizer):
             read_reply(Reply(messages=[content]), "E", SaidPictures(tokenizer, []))
     with pytest.raises(EnvironmentFailure, match="reset has an image"):
         joined(ASKED, image(1))
-
-
-# -- budgets --
 
 
 def test_an_image_counts_as_read(tokenizer, ids_of):
@@ -406,8 +394,6 @@ def test_an_image_that_does_not_fit_takes_no_other_with_it(tokenizer, ids_of):
     pixels = tokenizer.pictures.read(image(1), "").features["pixel_values"]
     assert torch.equal(shown["pixel_values"], pixels)
 
-
-# -- tools in processes --
 
 IN_PROCESSES = """
 import base64, io, random
@@ -468,9 +454,6 @@ def test_images_of_tools_in_processes_are_those_of_threads(tmp_path, tokenizer, 
         assert all(text.startswith("Error: the tool returned") for text in told)
 
 
-# -- random conversations --
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_random_conversations(seed, tokenizer, ids_of):
     """Records are what was read and sampled, and each picture stands whole, in the order in which it was said."""
@@ -507,9 +490,6 @@ def test_random_conversations(seed, tokenizer, ids_of):
         assert not set(ids) & set(tokenizer.pictures.unsampled)
     sampled = [ids_of(MOVE)] * 5 + [ids_of(ANSWER)]
     assert [turn.token_ids for turn in rollout.turns] == sampled
-
-
-# -- the loss --
 
 
 class Zoo:

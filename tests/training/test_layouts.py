@@ -45,9 +45,6 @@ def test_no_run_takes_cudnns_attention(random_model, tmp_path, share_prompts):
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-# -- what is said at the start --
-
-
 class OwnLoss(MTGRPOEnvTrainer):
     def _compute_loss(self, model, inputs):
         assert inputs["prompt_ids"].shape[0] == 8  # TRL's rows
@@ -126,9 +123,6 @@ def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_
     trained = [shared for shared, with_gradient in seen if with_gradient]
     assert trained == [True, True]  # two steps of one pass each
     assert trainer.layout.proof < 1e-5
-
-
-# -- the proof --
 
 
 def test_a_model_that_reads_over_the_layout_trains_rows_of_its_own(random_model, tmp_path, caplog):
@@ -264,9 +258,6 @@ def test_masks_are_forgotten(random_model, tmp_path):
         trainer.train()
     held = [row for row in made if row._masks]
     assert len(made) > 6 and len(held) <= 1  # of the last pass
-
-
-# -- memory --
 
 
 def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_path):

@@ -310,9 +310,6 @@ def test_a_reward_that_raises_beside_one_that_asks_is_named_with_its_row():
         scored([asks, breaks], columns=["colour"], policy=object())
 
 
-# --- information gain ------------------------------------------------------------------------------------------------
-
-
 class Told:
     """A policy that knows the answer to the degree that its context holds 100 (0.9), else 101 (0.5), else 0.1."""
 

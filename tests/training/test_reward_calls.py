@@ -281,9 +281,6 @@ def test_a_hidden_async_reward_has_the_same_limit():
         scored(hidden, timeout=0.2)
 
 
-# -- what may be a reward, and how it is called --
-
-
 def length(completions, target, **kwargs):
     return [-abs(len(text) - target) for text in completions]
 

@@ -178,9 +178,6 @@ def test_an_adapter_or_an_attention_that_cannot_share_says_why():
     assert "its attention is 'eager'" in why_not_in_model(model)
 
 
-# -- layouts written by hand --
-
-
 def test_a_row_of_two_prompts():
     """Prompts 7 8 9 and 5; what follows a completion's last wanted token is not computed."""
     row = SharedRow(
@@ -262,9 +259,6 @@ def test_a_row_in_which_nothing_is_wanted_has_one_token():
     row = SharedRow({1: Example([4, 5], [6], [0])}, (2, 2))
     assert (row.input_ids.tolist(), row.position_ids.tolist(), row.labels.tolist()) == ([[5]], [[0]], [[-100]])
     assert row.spread(torch.tensor([[9.0]])).tolist() == [[0, 0], [0, 0]]
-
-
-# -- the kernel of GPUs, by what it is said to do --
 
 
 def test_a_kernel_for_sequences_reads_what_sdpa_reads():
