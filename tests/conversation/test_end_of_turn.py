@@ -77,8 +77,10 @@ def test_one_token_that_holds_more_than_the_tag_is_kept_whole():
 
 
 def test_the_first_closing_tag_wins():
-    rollout, _ = converse(f"{ANSWER}{ADD}")
-    assert rollout.stop_reason == StopReason.ANSWERED and rollout.completion_ids == ids(ANSWER)
+    for turn in (f"{ANSWER}{ADD}", [*ids("<answer>5"), CLOSES_BOTH]):
+        rollout, _ = converse(turn)
+        assert rollout.stop_reason == StopReason.ANSWERED
+        assert rollout.completion_ids == (ids(ANSWER) if isinstance(turn, str) else turn)
     rollout, _ = converse(f"{ADD}{ANSWER}", "<answer>6</answer>")
     assert rollout.completion_ids == ids(ADD + result("5") + "<answer>6</answer>")
 

@@ -315,17 +315,3 @@ def test_files_of_three_kinds_say_the_same(tmp_path):
         (tmp_path / name).write_text(text)
         assert read_prompt_examples(str(tmp_path / name)) == conversations
     assert read_prompt_examples(None) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [("a.json", "[[", "Expected a list of conversations"),
-     ("a.yaml", "- - {role: user, role: system}", "'role' is set twice"),
-     ("a.yaml", "!!python/object/apply:os.system [x]", "could not determine a constructor")],
-)  # fmt: skip
-def test_half_a_file(name, text, error, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"prompt_examples: .*{error}"):
-        read_prompt_examples(str(tmp_path / name))
-    with pytest.raises(ValueError, match="prompt_examples: .*No such file"):
-        read_prompt_examples(str(tmp_path / "none.yaml"))

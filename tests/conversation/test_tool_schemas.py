@@ -144,6 +144,11 @@ def test_the_schema_of_the_prompt_of_xml_is_the_same():
     assert json.loads(lines["unit"]) == {"type": "string", "enum": ["celsius", "fahrenheit"]}
     assert json.loads(lines["items"]) == {"type": "array", "items": ITEM}
     assert list(lines) == ["unit", "day", "size", "items", "at", "more"]
+
+    def said() -> ToolResult:
+        """Says."""
+
+    assert str(signature_of(said)) == "() -> str"  # what the model reads of it
     assert str(signature_of(weather)) == (
         "(city: str, unit: Unit, day: date, size: Size = \"2\", items: list[Item] = [], "
         "limit: int | None = None, at: Point | None = None, **more: Level) -> str"
