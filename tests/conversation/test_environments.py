@@ -667,7 +667,7 @@ def test_an_environment_whose_call_was_given_up_is_not_used_again():
     class Hangs(Counter):
         def wait(self) -> str:
             """Wait."""
-            threading.Event().wait(5)
+            threading.Event().wait(1)
 
     env, (first,), _ = run(Hangs, [[call("wait"), ANSWER]], tool_timeout=0.1)
     assert first.turns[0].error == "timeout" and first.stop_reason == StopReason.ANSWERED

@@ -18,6 +18,7 @@ from bench.common import VLLMServer
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
+from server_run import calculator, make_trainer
 from test_agents import Scripted, run
 from test_first_batch import recipe_file
 from test_rewards import load
@@ -231,41 +232,6 @@ def test_an_agents_model_reads_what_vllms_chat_endpoint_renders(port, template):
     assert len(refused) < 4 and not read, refused
 
 
-def calculator(expression: str) -> str:
-    """Evaluate a product of two integers.
-
-    Args:
-        expression: Such as `6 * 7`.
-    """
-    left, _, right = expression.partition("*")
-    return str(int(left) * int(right))
-
-
-def make_trainer(port, model, tmp_path, outcome=None, peft_config=None, check_every=1, **changes):
-    values = dict(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=2,
-        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
-        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate",
-    )  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
-            for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
-    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
-    trainer = MTGRPOEnvTrainer(
-        model if isinstance(model, torch.nn.Module) else str(model), env, [], [outcome or answered],
-        **({} if port is None else {"vllm_server_host": "127.0.0.1", "vllm_server_port": port}),
-        args=MTGRPOConfig(**{**values, **changes}), train_dataset=Dataset.from_list(rows), peft_config=peft_config,
-    )  # fmt: skip
-    trainer.weight_sync.CHECK_EVERY = check_every
-    return trainer
-
-
-def answered(completions, answer, **kwargs):
-    return [
-        float(f"<answer>{gold}</answer>" in c[-1]["content"]) + len(c) / 10 for c, gold in zip(completions, answer)
-    ]
-
-
 @pytest.mark.contract_server("vLLM server")
 def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monkeypatch):
     """Eight optimizer steps in float32: the server samples from the weights that are trained, tied head included.
@@ -274,7 +240,7 @@ def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monk
     """
     in_shards = functools.partial(weight_transfer.write_weights, shard_bytes=2**18)
     monkeypatch.setattr(weight_transfer, "write_weights", in_shards)
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=8)
+    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=8)
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
     rows = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
@@ -288,7 +254,7 @@ def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monk
 @pytest.mark.contract_server("proof of weights")
 def test_without_the_tied_head_the_proof_refuses(port, client, served_model, tmp_path, monkeypatch):
     """The trap that the proof exists for: without `lm_head.weight` in the push the server keeps its old head."""
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=3, learning_rate=1e-2)
+    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=3, learning_rate=1e-2)
     trainer.vllm_generation._tied = {}
     monkeypatch.setattr(weight_transfer, "check_whole", lambda *_: None)  # which finds it before
     with pytest.raises(ServerError, match="^Step 0: A changed weight did not arrive"):
@@ -297,7 +263,7 @@ def test_without_the_tied_head_the_proof_refuses(port, client, served_model, tmp
 
 @pytest.mark.contract_server("VLLMServerClient.update_weights", "LoRA merged")
 def test_lora_with_b_not_zero_arrives(port, client, served_model, tmp_path):
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=3,
+    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=3,
                            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))  # fmt: skip
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:

@@ -842,6 +842,7 @@ def test_a_server_that_loads_weights_is_not_lost():
     pool.servers[0].pushing = False
     with pytest.raises(ServerLost, match="does not say which weights it holds"):
         run(pool, [0, 1], two_turns)
+    assert len(pool.joined) == 1  # which has its own time limit, as there is no other one
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):
 
 
 @needs_vllm
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+@pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
 def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path, late_groups):
     """What was begun of it is given up, and the next epoch is trained as a whole. Each has four batches."""
 

@@ -25,7 +25,6 @@ from mt_grpo.images.pictures import (
     pictures_in,
     readable,
     runs_of,
-    with_marks_of,
 )
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.recipe.plugins import load_tools
@@ -301,13 +300,6 @@ def test_what_looks_like_a_mark_is_none(way, tokenizer):
         readable(tokenizer.decode(record.prompt_ids + record.completion_ids)) for record in rollout.records
     )
     assert "\ufdd0" not in words and "\ufdd1" not in words
-
-
-def test_which_marks_stay(tokenizer):
-    one, two = vision_model.read(tokenizer, 1, 2)
-    said = f"a{mark_of(one)}b{mark_of(two)}\ufdd0c"
-    assert with_marks_of(said, [one]) == f"a{mark_of(one)}b" and with_marks_of("plain", []) == "plain"
-    assert with_marks_of(mark_of(one)[:8] + mark_of(two) + mark_of(one)[8:], [one, two]).count("\ufdd1") == 1
 
 
 def test_images_are_read_in_the_environments_thread(tokenizer):
