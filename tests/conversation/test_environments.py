@@ -28,7 +28,7 @@ from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from tokenizers import pre_tokenizers
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.environments import EnvironmentFailure, Environments, read_reply
+from mt_grpo.conversation.environments import EnvironmentFailure, Environments, first_unknown, num_ids, read_reply
 from mt_grpo.conversation.tools.running import GIVEN_UP, ToolTimeout, run_tool
 from mt_grpo.conversation.tools.signature import as_tool, describe_tools, readers_of, signature_of, tool_schema
 from mt_grpo.recipe.checks import share_limits
@@ -445,6 +445,18 @@ def test_what_is_no_reply_ends_the_rollout(reply, message):
 def test_a_reply_without_info():
     _, (rollout,), _ = run(Say([{"stop": True, "info": None, "reward": 0.5}]).environment(), [[ANSWER]])
     assert (rollout.turns[0].info, rollout.turns[0].reward, rollout.error) == ({}, 0.5, None)
+
+
+def test_ids_of_a_vocabulary_may_have_gaps():
+    """By hand: three tokens, the greatest id is 7. A length of 3 would call 7 unknown. What is added later counts."""
+
+    class Vocabulary(dict):
+        __hash__, get_vocab = object.__hash__, dict.copy
+
+    tokenizer = Vocabulary({"a": 0, "b": 1, "<end>": 7})
+    assert num_ids(tokenizer) == 8 and first_unknown([0, 7, 1], 8) is None and first_unknown([0, 8], 8) == 8
+    tokenizer["<tool>"] = 11
+    assert num_ids(tokenizer) == 12
 
 
 class Slow:

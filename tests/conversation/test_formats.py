@@ -100,14 +100,6 @@ def test_the_suffix_of_a_result_in_ids():
     assert fmt.suffix_ids([CALL], messages, [END, 65]) == expected
 
 
-def test_another_end_than_the_templates_takes_its_place():
-    other = ids("<|endoftext|>")[0]
-    messages = [{"role": "user", "content": "go on"}]
-    expected = ids("<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
-    assert make_format("xml", TOKENIZER, extra_ends=[other]).suffix_ids([], messages, [65, other]) == expected[1:]
-    assert make_format("xml", TOKENIZER).suffix_ids([], messages, [65, other]) == expected
-
-
 @pytest.mark.parametrize("special", [True, False])
 def test_the_templates_end_of_turn_ends_a_turn_special_or_not(special):
     eot = {"special": ("<eos>", "<|im_start|>"), "plain": ("<|im_end|>",)}

@@ -5,7 +5,7 @@ import functools
 import random
 import re
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from datasets import Dataset
@@ -382,39 +382,27 @@ def test_a_result_is_data_or_an_error(tmp_path, how):
     assert how != "process" or turns[0].observation == "[]"  # nothing heavy is imported for the sake of results
 
 
-def test_a_sync_tool_that_hangs_is_a_timeout():
-    release = threading.Event()
+@pytest.mark.parametrize("kind", ["in a thread", "async", "async, and ignores its cancellation"])
+def test_a_tool_that_hangs_is_a_timeout(kind):
+    over = threading.Event()
 
     def hang() -> str:
         """Hangs."""
-        release.wait(20)
-        return "late"
+        over.wait(20)
 
-    turn = observe(hang, tool_timeout=0.2)
-    release.set()
-    assert turn.error == "timeout" and turn.observation == "Error: hang took longer than 0.2 s"
-    assert 0.2 <= turn.tool_seconds < 2
-
-
-def test_an_async_tool_that_hangs_is_a_timeout():
-    turn = observe(slow_echo, call("slow_echo", text="x", seconds=20), tool_timeout=0.2)
-    assert turn.error == "timeout" and turn.observation == "Error: slow_echo took longer than 0.2 s"
-
-
-def test_an_async_tool_that_ignores_its_cancellation_is_a_timeout():
-    async def stubborn() -> str:
-        """Never stops while the conversation waits for it."""
+    async def hang_async() -> str:
+        """Hangs; one kind never stops while the conversation waits for it."""
         while not over.is_set():
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError) if "ignores" in kind else nullcontext():
                 await asyncio.sleep(0.5)
-        return "late"
 
-    over = threading.Event()
+    tool = hang_async if "async" in kind else hang
     try:
-        turn = observe(stubborn, tool_timeout=0.2)
+        turn = observe(tool, tool_timeout=0.2)
     finally:
         over.set()
-    assert turn.error == "timeout"
+    assert turn.error == "timeout" and turn.observation == f"Error: {tool.__name__} took longer than 0.2 s"
+    assert 0.2 <= turn.tool_seconds < 20
 
 
 def test_an_async_tool_that_runs_conversations_itself_does_not_hang():

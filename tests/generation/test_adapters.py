@@ -89,6 +89,14 @@ def forget_as_a_restart_does(server, trainer, index):
     client.request("POST", "/update_weight_version", json={"new_version": "default"})
 
 
+def put(server, factor, version):
+    """Give a server the bundled weights times `factor`, under this version."""
+    state = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).state_dict()
+    client = VLLMServerClient("127.0.0.1", server.port)
+    client.update_weights(iter({name: tensor * factor for name, tensor in state.items()}.items()), version)
+    client.close()
+
+
 def folders(client):
     """The versions whose files a client keeps."""
     return sorted(int(path.name.rpartition("-")[2]) for path in client.transfer._folder.iterdir() if path.is_dir())
@@ -315,23 +323,15 @@ def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog,
     assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "")
     (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
     assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    trainer.client.servers[0].update_weights(iter(model.state_dict().items()), "default")
+    put(adapters, 1.0, "default")
 
 
 def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
     """Its server holds another run's weights, by the version or, where that says nothing, by the logprobs."""
-    state = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).state_dict()
-
-    def put(factor, version):
-        client = VLLMServerClient("127.0.0.1", adapters.port)
-        client.update_weights(iter({name: tensor * factor for name, tensor in state.items()}.items()), version)
-        client.close()
-
     for version, reason in (
         ("of-another-7", "holds the weights 'of-another-7' of another run"), ("default", "base weights differ")
     ):  # fmt: skip
-        put(1.1, version)
+        put(adapters, 1.1, version)
         trainer = make_trainer(adapters.port, tmp_path / version, max_steps=1, peft_config=LoraConfig(**LORA))
         trainer.train()
         assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "").replace(
@@ -339,7 +339,7 @@ def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
         )
         (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
         assert row["sync/logprob_difference"] < 1e-4
-    put(1.0, "default")
+    put(adapters, 1.0, "default")
 
 
 def test_where_a_reward_asks_the_policy_an_adapter_is_merged(plain, tmp_path, caplog):
@@ -375,8 +375,7 @@ def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, ca
     assert server.transfer._loaded == {}
     trainer.client.close()  # the weights are not the server's own, and no later run may take them for these
     assert server.weight_version() not in (None, "default")
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    trainer.client.servers[0].update_weights(iter(model.state_dict().items()), "default")
+    put(adapters, 1.0, "default")
 
 
 @pytest.mark.parametrize("version, fits", [("0.31.0", True), ("0.32.0+cpu", True), ("0.30.2", False),

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_transfer
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
@@ -275,8 +276,8 @@ def test_lora_with_b_not_zero_arrives(port, client, served_model, tmp_path):
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
 
 
-@pytest.mark.parametrize("fault", ["iterator", "missing name", "directory"])
-def test_a_push_that_fails_changes_nothing(client, port, served_model, tmp_path, fault):
+@pytest.mark.parametrize("fault", ["iterator", "missing name"])
+def test_a_push_that_fails_changes_nothing(client, served_model, fault):
     ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
     before = client.score(ids)
     model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
@@ -292,11 +293,9 @@ def test_a_push_that_fails_changes_nothing(client, port, served_model, tmp_path,
             closed.append(True)
 
     expected = {**dict.fromkeys(model.state_dict(), 1), "one.more": 1} if fault == "missing name" else None
-    if fault == "directory":
-        client = VLLMServerClient("127.0.0.1", port, client.tokenizer, sync_dir=str(tmp_path / "not" / "there"))
     with pytest.raises((ServerError, RuntimeError)):
         client.update_weights(weights(), "v-failed", expected)
-    assert closed or fault == "directory"
+    assert closed
     assert client.score(ids) == pytest.approx(before, abs=1e-6)
     assert client.weight_version() != "v-failed"
     assert not requests.get(f"{client.base_url}/is_paused").json()["is_paused"]
@@ -308,8 +307,6 @@ def test_unset_sampling_fields_do_not_take_the_models_own(client):
 
     async def many(params):
         return await asyncio.gather(*(client.generate(prompt, 24, params) for _ in range(12)))
-
-    from mt_grpo.base.event_loop import run_async
 
     sampled = run_async(many({"temperature": 1.5}))
     assert len({tuple(g.token_ids) for g in sampled}) > 3
