@@ -17,12 +17,16 @@ from test_distributed import run as run_worker
 from mt_grpo.training import passes
 from mt_grpo.training.passes import (
     PASSES,
+    Pass,
     TrainedRow,
     balance,
     fill,
     fill_together,
     into_passes,
+    loss_in_passes,
     pass_of_two,
+    rows_of,
+    rows_of_ids,
     rows_that_share,
     to_pass,
     trained_row,
@@ -243,6 +247,24 @@ def test_a_single_trained_token_weighs_as_a_whole_rollout():
     assert [each.values["tool_mask"].tolist() for each in rows] == [[30, 0], [0, 0], [15, 15]]
 
 
+def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
+    """The loss of a router is divided among the passes of a micro-batch. The next one begins with all of it."""
+    passes, read = [Pass(value=torch.tensor(number)) for number in (1.0, 2.0, 4.0)], []
+    for each in passes:
+        each.loss_type, each.scale = "dapo", 1.0
+    trainer = SimpleNamespace(loss_type="grpo", router_aux_loss_coef=0.75, model=SimpleNamespace(training=False))
+    trainer.layout = SimpleNamespace(forget_masks=lambda: None)
+
+    def compute_loss(model, each):
+        read.append((model, trainer.loss_type, trainer.router_aux_loss_coef))
+        return each["value"]
+
+    trainer.compute_loss = compute_loss
+    assert loss_in_passes(trainer, "policy", {PASSES: passes}, None) == 1 + 2 + 4
+    assert read == [("policy", "dapo", 0.25)] * 3
+    assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
+
+
 def rows_with(*lengths, prompt=None, trained=99):
     """A row per number of completion tokens, at most `trained` of which are. Its prompt is one token, or `prompt`."""
     return [TrainedRow(prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
@@ -250,6 +272,38 @@ def rows_with(*lengths, prompt=None, trained=99):
 
 def numbers(bins):
     return [[row.number for row in each] for each in bins]
+
+
+def test_rows_of_a_micro_batch_have_no_padding():
+    """Further records stand with the first one of their rollout, and a value per row stays as it is."""
+    rows = [row(1, 2, [1, 0]) | {"ratio": torch.tensor([0.5])}, row(2, 3, [1, 1, 1]) | {"ratio": torch.tensor([2.0])}]
+    micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]} | {"num_items": torch.tensor(9)}
+    (first, further), (other,) = rows_of(micro_batch | {"further_records": [[row(3, 1, [1])], []]})
+    assert {key: value.tolist() for key, value in first.values.items()} == {
+        "prompt_ids": [7], "completion_ids": [8, 8], "prompt_mask": [1], "completion_mask": [1, 1],
+        "tool_mask": [1, 0], "ratio": [0.5],
+    }  # fmt: skip
+    assert (first.prompt_ids, first.completion_ids, first.trained) == ([7], [8, 8], [True, False])
+    assert (first.num_trained, first.own) == (1, 1)
+    assert (further.prompt_ids, further.completion_ids, further.trained) == ([7, 7, 7], [8], [True])
+    assert first.group == further.group == first.prompt != other.group == other.prompt
+    assert [[each.own for each in rollout] for rollout in rows_of(micro_batch)] == [[1], [3]]
+    del micro_batch["tool_mask"]
+    assert [each.trained for (each,) in rows_of(micro_batch)] == [[True, True], [True, True, True]]
+
+
+def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
+    ids, mask = torch.tensor([[0, 7, 5, 6, 0], [8, 9, 5, 5, 6]]), torch.tensor([[0, 1, 1, 1, 0], [1] * 5])
+    trainer = SimpleNamespace(batch=SimpleNamespace(loss_masks=[[1, 0], [0, 0.5, 1]]))
+    one, two = rows_of_ids(trainer, ids, mask, 3)
+    assert (one.prompt_ids, one.completion_ids, one.trained, one.number) == ([7], [5, 6], [True, False], 0)
+    assert (two.prompt_ids, two.completion_ids, two.trained, two.number) == ([8, 9], [5, 5, 6], [False, True, True], 1)
+    assert {key: value.tolist() for key, value in one.values.items()} == {
+        "prompt_ids": [7], "prompt_mask": [1], "completion_ids": [5, 6], "completion_mask": [1, 1], "tool_mask": [1, 0]
+    }  # fmt: skip
+    assert {value.dtype for value in one.values.values()} == {torch.long}
+    trainer.batch = None
+    assert [each.trained for each in rows_of_ids(trainer, ids, mask, 3)] == [[True] * 2, [True] * 3]
 
 
 def test_passes_are_filled_longest_first():
