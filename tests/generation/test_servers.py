@@ -845,15 +845,9 @@ def test_a_server_that_loads_weights_is_not_lost():
     assert len(pool.joined) == 1  # which has its own time limit, as there is no other one
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (["http://a:1", "http://a:1/"], "lists http://a:1 twice"),
-        (["http://a:1", ""], "is not a server address"),
-        ("http://a:1,,http://b:1", "is not a server address"),
-        (["http://a:1", 5], "vllm_server_base_url=.*expected an address or a list"),
-    ],
-)
+@pytest.mark.parametrize(("value", "error"), [
+    (["http://a:1", "http://a:1/"], "lists http://a:1 twice"), ("http://a:1,,http://b:1", "is not a server address"),
+])  # fmt: skip
 def test_addresses_that_cannot_work(value, error):
     with pytest.raises((ValueError, ServerError), match=error):
         server_urls(value)

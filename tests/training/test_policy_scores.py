@@ -376,11 +376,6 @@ def test_the_best_answer_before_and_after_is_what_gains():
     ]
 
 
-def test_an_answer_of_no_words_is_in_no_call():
-    assert not gain._begs(Turn([9], None, "", "stop", [ToolCall("search", {})]), ["+"])
-    assert gain._begs(searched("is it PARIS", "", 100), ["+", "Paris"])
-
-
 def test_a_passage_gains_once():
     """Also where the second call's context does not hold the first one's results any more."""
     turns = [searched("capital", "It is Paris.", 100), searched("France", "It is Paris.", 100)]
