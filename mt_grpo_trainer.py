@@ -69,7 +69,6 @@ from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.base.event_loop import gather_all
-from mt_grpo.base.fields import key
 from mt_grpo.base.files import keep_output_open, output_lock
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
 from mt_grpo.conversation.conversations import (
@@ -106,7 +105,7 @@ from mt_grpo.recipe.checks import (
     prepare_env,
     prompt_ids_of,
 )
-from mt_grpo.recipe.parse import ModelKeys, ServerAndLogKeys, check_values, make_absolute, parse_recipe
+from mt_grpo.recipe.parse import ModelKeys, ServerAndLogKeys, check_values, key, make_absolute, parse_recipe
 from mt_grpo.recipe.plugins import (
     add_integrations,
     load_conversation,
@@ -677,9 +676,9 @@ def clipped_loss(
     importance_ratio: torch.Tensor | float = 1.0,
     epsilon: float = 0.2,
 ) -> torch.Tensor:
-    """The loss, written out to be read. TRL's loss runs, which by default (`loss_type: dapo`) is this one.
+    """The loss, written out to be read. TRL's loss runs, which by default (`loss_type: dapo`) is this one, as below.
 
-    tests/method/test_loss.py shows that both have the same value and the same gradient.
+    tests/method/test_loss.py shows that both have the same gradient, too.
 
     Args:
         logps, old_logps: (M, C) of the policy now, and of the policy before the step (or as sampled).
@@ -689,8 +688,19 @@ def clipped_loss(
             0 where it is masked).
         epsilon: How far the ratio may move before a token stops teaching (PPO, arXiv 1707.06347, equation 7).
 
+    >>> from unittest.mock import MagicMock
+    >>> from trl import GRPOTrainer
     >>> old, new = torch.log(torch.tensor([[0.5, 0.5, 0.5]])), torch.log(torch.tensor([[0.5, 0.75, 0.25]]))
     >>> clipped_loss(new, old, torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[1, 1, 1]]))  # -(1 + 1.2 - 0.8) / 3
+    tensor(-0.4667)
+    >>> trl = MagicMock(loss_type="dapo", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2, beta=0,
+    ...     top_entropy_quantile=1, off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
+    ...     aux_loss_enabled=False, current_gradient_accumulation_steps=1, **{"accelerator.num_processes": 1,
+    ...     "_get_per_token_logps_and_entropies.return_value": (new, new, None), "args.steps_per_generation": 1,
+    ...     "args.delta": None, "accelerator.gather": lambda values: values})
+    >>> batch = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), torch.ones(1, 3))
+    >>> batch |= {"old_per_token_logps": old, "num_items_in_batch": torch.tensor(3)}
+    >>> GRPOTrainer._compute_loss(trl, None, batch | {"advantages": torch.tensor([[1.0, 1.0, -1.0]])})
     tensor(-0.4667)
     """
     ratio = torch.exp(logps - old_logps)  # 1 before the first optimizer step, with `old_logps: policy`
@@ -858,12 +868,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             input_ids, attention_mask: (M, P + C), as TRL pads them.
             logits_to_keep: C.
         """
-        unread = {key for key, value in kwargs.items() if value is not None} - {"compute_aux_loss"}  # may be False
-        if self.layout.kind == "shared" and unread:  # of a later TRL, which may give more than images
-            raise TypeError(
-                f"Rows that share prompts do not read {unread}, which TRL gives. Set share_prompts: false."
-            )
-        if rows := self.layout.shared_rows(input_ids, attention_mask, logits_to_keep, batch_size):
+        if rows := self.layout.shared_rows(input_ids, attention_mask, logits_to_keep, batch_size, kwargs):
             found = logps_of_rows(model, rows, compute_entropy, self.accelerator)
         else:
             input_ids, features = inputs_of_rows(input_ids)
@@ -871,11 +876,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
-        current = self.layout.current  # the pass, in which TRL reads the old logprobs and the ratio after this call
-        if current is not None and current.is_first:
-            self.layout.metrics.set_ratio(current, found[0].detach(), self)
-        if current is not None and current.is_weighted:
-            self.layout.metrics.count_tokens(current, found[0].detach(), found[1].detach(), self)
+        self.layout.note_logps(found)  # sets the old logprobs and the ratio, which TRL reads after this call
         return found
 
     # -- 3.3 roll out --
@@ -1205,7 +1206,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
             raise ValueError("output_dir is empty. Expected the path of a folder, which may be new.")
         check_batch_arithmetic(self)
         super().__post_init__()
-        check_config(self, CREDIT_ASSIGNMENTS)
+        check_config(self)
         make_absolute(self)
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 

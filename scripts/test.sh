@@ -55,7 +55,7 @@ groups=(
     "tests/run/test_faults.py tests/training/test_ahead.py tests/integrations/test_agents.py tests/integrations/test_mcp.py"
     "tests/generation"
     "tests/method/test_trainer.py tests/method/test_stopping_bias.py tests/recipe tests/reports tests/samples"
-    "tests/training tests/run tests/golden"
+    "tests/training tests/run"
     "tests/scripts tests/docs"
 )
 warm=$(mktemp -d) # one process has the libraries for what all groups start (tests/warm_python.py)

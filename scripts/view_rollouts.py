@@ -229,9 +229,10 @@ def differences(runs: list[Run]) -> list[list[str]] | None:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """What the newest record of a run says, which it writes with each checkpoint and at its end."""
-    records = [*folder.glob(f"checkpoint-*/{RUN_RECORD}"), *folder.glob(RUN_RECORD)]
-    newest = max(records, key=lambda path: path.stat().st_mtime, default=None)
-    return json.loads(newest.read_text(encoding="utf-8")) if newest else {}
+    with suppress(OSError, ValueError):  # a checkpoint that is removed meanwhile, or a record that was cut off
+        records = [*folder.glob(f"checkpoint-*/{RUN_RECORD}"), *folder.glob(RUN_RECORD)]
+        return json.loads(max(records, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8"))
+    return {}
 
 
 # -- one file --

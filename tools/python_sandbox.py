@@ -293,9 +293,11 @@ class Sandbox:
                 exit_code = self.wait(folder, user, output, errors, seconds)
                 return exit_code, self.read(output) or (self.read(errors) if exit_code else "")
         finally:
-            self.delete(folder)
-            if user:
-                self.users.give_back(user)
+            try:
+                self.delete(folder)
+            finally:
+                if user:
+                    self.users.give_back(user)
 
     @staticmethod
     def delete(folder: Path) -> None:

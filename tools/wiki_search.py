@@ -49,7 +49,7 @@ from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
-from urllib3.exceptions import ReadTimeoutError
+from urllib3.exceptions import InvalidHeader, ReadTimeoutError
 from urllib3.util.retry import Retry
 
 MAX_RESULT_CHARS = 3000  # per result, all passages together; about 750 tokens of English
@@ -178,6 +178,8 @@ def _index() -> sqlite3.Connection:
     if getattr(_THREAD, "index_key", None) != key:
         if _stored_state(index) != state:
             index.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(index.parent, os.W_OK):
+                raise ValueError(f"{index.parent} cannot be written to: set WIKI_SEARCH_INDEX to a file for the index")
             with open(f"{index}.lock", "w") as lock:
                 with contextlib.suppress(OSError):  # a file system without locks: built more than once, still whole
                     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -350,7 +352,10 @@ class _Retry(Retry):
     """urllib3's retries with bounded waits. A request that timed out is not sent again."""
 
     def parse_retry_after(self, retry_after: str) -> float:
-        return min(super().parse_retry_after(retry_after), MAX_WAIT_SECONDS)
+        try:
+            return min(super().parse_retry_after(retry_after), MAX_WAIT_SECONDS)
+        except InvalidHeader:
+            return BACKOFF_SECONDS
 
     def increment(self, method=None, url=None, response=None, error=None, *args, **kwargs):
         if isinstance(error, ReadTimeoutError):

@@ -96,7 +96,8 @@ def with_own_keys(row: DataRow, columns: Iterable[str]) -> DataRow:
 
 def row_text(row: DataRow) -> str:
     """A row as JSON in one line of at most 300 characters, as messages show it."""
-    return f"{json.dumps(row, ensure_ascii=False, default=image_or_str):.300}"
+    text = json.dumps(row, ensure_ascii=False, default=image_or_str)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def prompts_of(rows: Iterable[DataRow]) -> list[list]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
 from mt_grpo.rollout import ROLES, Origin
+from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS
 from mt_grpo.training.policy_scores import asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
 
@@ -63,12 +65,12 @@ def text_of_cuts(args: GRPOConfig) -> str:
     return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
 
 
-def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
+def check_config(args: GRPOConfig) -> None:
     """Raise `ValueError` for settings that would train something else than they say. Set `old_logps` if it is None."""
-    estimator, chosen = estimators[args.credit_assignment], f"credit_assignment={args.credit_assignment!r}"
+    estimator, chosen = CREDIT_ASSIGNMENTS[args.credit_assignment], f"credit_assignment={args.credit_assignment!r}"
     for key in CREDIT_KEYS:
         if (value := getattr(args, key)) != default_of(key, (type(args),)) and key not in estimator.reads:
-            readers = " or ".join(name for name, other in estimators.items() if key in other.reads)
+            readers = " or ".join(name for name, other in CREDIT_ASSIGNMENTS.items() if key in other.reads)
             raise ValueError(f"{key}={value} has no effect with {chosen}. Remove it, or use {readers}.")
     if estimator.per_turn and (args.off_policy_mask_threshold is not None or args.loss_type == "vespo"):
         raise ValueError(f"off_policy_mask_threshold and vespo have one advantage per sequence, not {chosen}.")
@@ -81,6 +83,13 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
         raise ValueError("use_transformers_continuous_batching casts the trained weights to bf16. Set bf16: false.")
     if backend == "colocate" and args.vllm_tensor_parallel_size > 1:
         raise ValueError("vllm_tensor_parallel_size of a colocated engine: ranks would wait for each other. Set 1.")
+    if args.accelerator_config.split_batches:
+        raise ValueError("accelerator_config: with split_batches some prompts would never be trained. Remove it.")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo"):
+        raise ValueError(f"optim={optimizer!r} steps inside each backward pass, of which a step here has several.")
+    if optimizer.startswith("schedule_free") and args.use_vllm and args.eval_strategy != "no":
+        raise ValueError(f"optim={optimizer!r}: rollouts after an evaluation have its averages. Do not evaluate.")
     check_generation_kwargs(args, backend)
     if args.max_staleness:
         check_staleness(args)
@@ -160,10 +169,20 @@ def check_groups(funcs: list[Callable], args: GRPOConfig, dataset: Any) -> None:
 
 
 def check_processes(args: GRPOConfig) -> None:
-    """Raise `ValueError` if each of the processes that were launched would take itself for the only one."""
-    launched = int(os.environ.get("WORLD_SIZE", 1))
-    if launched != args.world_size:
+    """Raise `ValueError` if accelerate would train otherwise than the processes were launched, without a word."""
+    launched, asked = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked in ("bf16", "fp16") and not (args.bf16 or args.fp16):
+        raise ValueError(f"bf16: false, and accelerate was launched with {asked}, which it takes. Set bf16: true.")
+    if launched != args.world_size:  # each would take itself for the only one
         raise ValueError(f"{launched} processes were launched, and accelerate counts {args.world_size}. Set use_cpu.")
+
+
+def check_isolated(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
+    tools = getattr(env, "tools", {}).values()
+    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
+    if args.isolate_tools and tools and all(threaded):
+        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
 
 
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
@@ -264,6 +283,17 @@ def limit_context(env: Any, context: int | None, limit: str) -> None:
         env.max_model_len, env.context_limit = context, limit
 
 
+def warn_without_state_keys(args: GRPOConfig, env: Any) -> None:
+    """Warn that an estimator reads state keys, and without them a state is the whole conversation so far."""
+    classes = env.environments.by_name.values() if env.environments is not None else []
+    has_keys = env.state_key is not None or any(hasattr(cls, "state_key") for cls in classes)
+    if "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads and not has_keys:
+        logger.warning(
+            f"credit_assignment: {args.credit_assignment} without state keys credits turn 0 as turn_return does, and "
+            "a later turn by the outcome alone. Define STATE_KEY = function_of_the_turns in tools_script."
+        )
+
+
 def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
     """The data sets of a trainer, with prompts. Without training rows: empty prompts for one batch, as in TRL."""
     if train_dataset is None and (env.environments is None or args.max_steps <= 0):
@@ -282,7 +312,9 @@ def prepare_env(
     Returns the training and test rows with prompts, the tokenizer and the model's configuration.
     """
     check_processes(args)
+    check_isolated(args, env)
     warn_of_untested()
+    warn_without_state_keys(args, env)
     train, test = prepare_data(env, args, train, test)
     name = model if isinstance(model, str) else model.config._name_or_path
     # A processor holds the tokenizer, and what reads images, which is read anew.
@@ -302,12 +334,14 @@ def prepare_env(
             peft_config.exclude_modules = rf".*{TOWER.pattern}.*"  # a LoRA leaves out what reads images
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     splits = test.values() if isinstance(test, dict) else [] if test is None else [test]
     for split, where in ((train, "train_dataset"), *((each, "eval_dataset") for each in splits)):
         check_dataset(split, where, env)
         check_images(split, where, env)
-        prompt_ids_of(env, split[0])  # raises for a chat template that cannot write it, or has no tools
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        longest = longest_prompt(env, split)  # raises for a chat template that cannot write it, or has no tools
+        if context is not None and longest >= context:
+            raise ValueError(f"{where}: the longest prompt has {longest} tokens, and the model reads {context}.")
     limit_context(env, context, "the context by a model with a longer one (max_position_embeddings)")
     if backend_of(args) == "colocate":
         limit_context(env, args.vllm_max_model_length, "vllm_max_model_length")

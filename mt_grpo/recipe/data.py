@@ -61,13 +61,16 @@ def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     return list(rows.values())
 
 
+MOST_GENERATED = 1_000_000  # rows; the generators have not many more without repeats
+
+
 def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str, int]]:
     """Rows with a `seed` alone, for an environment that draws its own start from it. No seed is of both splits.
 
     >>> make_seeds(2, 0), make_seeds(1, 1, "test")
     ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000}])
     """
-    first = 1_000_000 if split == "test" else 0
+    first = MOST_GENERATED if split == "test" else 0
     return [{"seed": first + i} for i in range(num_rows)]
 
 
@@ -127,6 +130,8 @@ def load_rows(
     generated, in_files = name in GENERATED_DATASETS, path.is_dir() or path.suffix in (".jsonl", ".json")
     if (generated or (in_files and not path.is_dir())) and split not in ("train", "test"):
         raise ValueError(f"dataset_name: {name!r} has no split {split!r}, only train and test.")
+    if generated and (size or 0) > MOST_GENERATED:
+        raise ValueError(f"dataset_size={size}: {name} has {MOST_GENERATED} rows at most.")
     if generated:
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
         source = JsonLines(json.dumps(row).encode() for row in rows)

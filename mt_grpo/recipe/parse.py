@@ -204,6 +204,8 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
     check_known(recipe, known, f"in {path}")
+    if early := [name for name in recipe.get("env") or {} if str(name).startswith(("HF_", "TRANSFORMERS_"))]:
+        raise ValueError(f"env: {early[0]} in {path} is read before a recipe is. Set it in the shell.")
     for name, value in recipe.items():
         if not fits_type(value, known[name]):
             hint = " YAML reads no, off, yes and on as booleans: quote them." if isinstance(value, bool) else ""

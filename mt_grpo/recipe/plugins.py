@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -164,7 +165,10 @@ def import_file(path: str, key: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:  # whose code may be that of a success
+        raise ValueError(f"{key}: {path!r} ends the program when it is imported.") from error
     return module
 
 
@@ -228,7 +232,12 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
+    module = tools_module(path)
+    if not tools and not hasattr(module, "ENVIRONMENT"):
+        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
+    if inspect.iscoroutinefunction(check := getattr(module, "CHECK_TOOLS", lambda: None)):
+        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
+    check()
     if not isolate:
         return tools
     processes = ToolProcesses(path, tools)

@@ -85,9 +85,8 @@ READINGS = (
         "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}. Set "
         "temperature: 1.0, look whether top_k, top_p or min_p leave one choice.", lambda f: f[NO_SIGNAL] >= 1),
     Reading("cut sampling", lambda f: bool(f.get("sampling/cuts")),
-        "{sampling/cuts}: rollouts are sampled from another distribution than the policy's, which biases the gradient."
-        " The mean importance ratio of a token is {sampling/token_ratio_mean:.3f}, and should be 1 (nan: it is not "
-        "corrected). Remove the setting."),
+        "{sampling/cuts}: rollouts are sampled from another distribution than the policy's, which biases the gradient "
+        "(mean importance ratio of a token: {sampling/token_ratio_mean:.3f}; nan without a correction). Remove it."),
     Reading("failing tools", lambda f: f["tools/broken"] >= 0.5,
         "{tools/broken:.0%} of the calls that reach the tool {tools/broken_name} fail: {frequent/tool_error}. Fix the"
         " tool or what it needs, or raise tool_timeout.", lambda f: f["tools/all_broken"] >= 0.98),

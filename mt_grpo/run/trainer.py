@@ -224,7 +224,7 @@ class ResumableTrainer(GRPOTrainer):
                 self._stop_signal = signum
                 logger.warning(f"Got {signal.Signals(signum).name}: the run stops before the next optimizer step.")
                 if self._interruptible:
-                    raise RunStopped(signum)
+                    raise KeyboardInterrupt  # many rewards catch any `Exception`
 
         previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -249,13 +249,15 @@ class ResumableTrainer(GRPOTrainer):
                 if self._stop_signal is None or not self._interruptible:
                     counts = function() or ()
                 if self._interruptible and self._stop_signal is not None:  # `function` may have caught the error
-                    raise RunStopped(self._stop_signal)
+                    raise KeyboardInterrupt
             finally:
                 self._interruptible = False
-        except RunStopped as raised:
-            stopped = raised.signum
+        except KeyboardInterrupt:
+            if self._stop_signal is None:
+                raise
+            stopped = self._stop_signal
         except Exception as raised:  # raised on all ranks below: the others would wait for ever
-            error = raised
+            error, stopped = raised, self._stop_signal
         return raise_on_all_ranks(error, what, self.state.global_step, stopped, counts)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
@@ -371,8 +373,6 @@ class ResumableTrainer(GRPOTrainer):
     def _opened_test_row(self, row: dict[str, Any]) -> Rollout:
         try:
             return self._opened([row])[0]
-        except RunStopped:
-            raise
         except Exception as error:
             tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
             prompt, ids = [{"role": "user", "content": row_text(row)}], [self.env.tokenizer.eos_token_id or 0]

@@ -183,19 +183,30 @@ class Layout:
         return [each for step in steps for each in into_passes(self.trainer, step)]
 
     def shared_rows(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, size: int | None
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, size: int | None, others: dict
     ) -> list[SharedRow]:
         """The rows of TRL's forward pass as rows that share prompts; none if they are padded. Collective.
 
         `input_ids` and `attention_mask` are (M, P + C), prompts padded on the left, of which C = `width`. `size` is
-        TRL's number of rows per pass, None for one pass.
+        TRL's number of rows per pass, None for one pass. `others` are its other arguments, which are not read.
         """
+        unread = {key for key, value in others.items() if value is not None} - {"compute_aux_loss"}  # may be False
+        if self.kind == "shared" and unread:  # of a later TRL, which may give more than images
+            raise TypeError(f"Rows that share prompts do not read TRL's {unread}. Set share_prompts: false.")
         if self.kind == "shared" and self.current is not None and self.current.shared is not None:
             return [self.current.shared]
         if self.kind == "shared":  # not of a pass of ours
             rows = rows_of_ids(self.trainer, input_ids, attention_mask, width)
             self.prove(rows)
         return rows_that_share(self.trainer, rows, width, input_ids.device, size) if self.kind == "shared" else []
+
+    def note_logps(self, found: tuple) -> None:
+        """Set the old logprobs and the importance ratio of the current pass, and count its tokens for the metrics."""
+        logps, entropies, _ = found
+        if self.current is not None and self.current.is_first:
+            self.metrics.set_ratio(self.current, logps.detach(), self.trainer)
+        if self.current is not None and self.current.is_weighted:
+            self.metrics.count_tokens(self.current, logps.detach(), entropies.detach(), self.trainer)
 
     def forget_masks(self) -> None:
         """Free the masks after the backward pass: they are as large as the row's attention."""
@@ -336,7 +347,10 @@ def memory_errors(trainer: Any) -> Iterator[None]:
             raise
         hint = f"Set max_tokens_per_pass below {begun.num_tokens}, which changes no gradient."
         if compares_tokens(args) or len(begun["completion_ids"]) == 1:
-            hint = "Set gradient_checkpointing: true, or lower per_device_train_batch_size or max_completion_length."
+            hint = (
+                "Lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, or set "
+                "gradient_checkpointing: true, or lower max_completion_length."
+            )
         kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
         raise kind(
             f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the device's memory. "

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from mt_grpo.base.errors import RunStopped, error_line, tell_once
+from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.base.rows import WrittenRow, column_lists, is_image, number_of, prompts_of, row_text
 from mt_grpo.conversation.environments import tool_methods
@@ -259,7 +259,9 @@ def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
         def run(**kwargs: Any) -> Any:
             return func(**kwargs)
 
-        named, inner = run_async if inspect.iscoroutinefunction(func) else run, without_partial(func)
+        inner = without_partial(func)
+        waits = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(inner).__call__)
+        named = run_async if waits else run
         named.__name__, named.__module__, named.__wrapped__ = name, inner.__module__, inner
         named.__signature__ = inspect.signature(func)
         return named
@@ -378,14 +380,16 @@ def run_rewards(
     def of(func: Callable) -> Iterator[None]:
         try:
             yield
-        except RunStopped:
-            raise
         except Exception as error:
             raise Failed(func, error) from error
 
     async def awaited(func: Callable) -> Any:
+        began = time.monotonic()
         with of(func):
-            return await run_tool(func, own_copy(columns), timeout)
+            value = await run_tool(func, own_copy(columns), timeout)
+            if time.monotonic() - began > timeout + 0.5:  # no limit reaches what blocks the event loop
+                raise ToolTimeout
+            return value
 
     is_async = [inspect.iscoroutinefunction(func) for func in funcs]
     running = start_in_background(gather_all([awaited(f) for f, waits in zip(funcs, is_async) if waits]))
@@ -439,6 +443,7 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
         return await returned
 
     arguments, rest.__name__ = own_copy(columns), func.__name__
+    alarm = signal.getsignal(signal.SIGALRM)
     signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
     faulthandler.dump_traceback_later(min(timeout, 1e9) + GRACE, exit=True, file=2)
     try:
@@ -449,6 +454,9 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
             runs = False
             over.set()
             faulthandler.cancel_dump_traceback_later()
+            if alarm is not None and signal.getsignal(signal.SIGALRM) is not alarm:  # left by the function
+                signal.alarm(0)
+                signal.signal(signal.SIGALRM, alarm)
         if late:  # it caught the interruption, and returns what it returns for whatever fails
             raise OutOfTime
     except OutOfTime:
@@ -492,8 +500,6 @@ def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any])
                 call_in_time(func, part, seconds)
         except ToolTimeout:
             return None
-        except RunStopped:
-            raise
         except Exception as again:
             if type(again) is type(error) and where_raised(func, again) == where_raised(func, error):
                 return place

@@ -68,8 +68,10 @@ def data_parallel_size() -> int:
     text = os.environ.get("VLLM_ARGS", "")
     if re.search(r"(^|\s)(--tensor[-_]parallel[-_]size|--tp-size|--tp|-tp)\b", text):
         raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP.")
-    found = re.search(r"(?:^|\s)(?:--data[-_]parallel[-_]size|--dp-size|--dp|-dp)(?:[\s=]+(\S+)|$)", text)
-    return int(found[1] or "nothing") if found else 1
+    found = re.findall(r"(?:^|\s)(?:--data[-_]parallel[-_]size|--dp-size|--dp|-dp)(?:[\s=]+(\S+)|$)", text)
+    if found and not re.fullmatch("[1-9][0-9]*", found[-1]):
+        raise ValueError(f"VLLM_ARGS={text!r}: --data-parallel-size is {found[-1]!r}, expected a number from 1.")
+    return int(found[-1]) if found else 1
 
 
 def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1) -> tuple[list[str], list[str]]:

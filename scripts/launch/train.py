@@ -466,7 +466,7 @@ def lock_port(port: int) -> int | None:
 
 def is_free(port: int) -> bool:
     """Whether nothing listens there, on any address: NCCL's group does not use 127.0.0.1."""
-    with contextlib.suppress(OSError), socket.socket() as probe:
+    with contextlib.suppress(OSError, OverflowError), socket.socket() as probe:  # no port has such a number
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", port))
         return True

@@ -97,7 +97,7 @@ def test_other_groups_are_sampled_again(tmp_path, random_model):
     """By the page's rule groups above nine tenths go, too."""
     mt = fork(tmp_path, BLOCKS[1])
     table = SimpleNamespace(outcome=torch.tensor([0.9, 1.0, 0.5, 0.5, 0.0, 1.0]))
-    batch = SimpleNamespace(rewards=table, group_size=2)
+    batch = SimpleNamespace(rewards=table, group_size=2, trained_turns=lambda args: torch.ones(6, 1, dtype=bool))
     outcome = table.outcome.view(-1, 2)
     advantages = (outcome - outcome.mean(1, keepdim=True)).reshape(-1, 1)
     this = SimpleNamespace(_advantages=lambda *_: advantages, args=SimpleNamespace(scale_rewards="none"))

@@ -299,7 +299,7 @@ def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them(caplo
     assert [func.__name__ for func in named] == ["length", "Length", "Judge", "judged", "length_2"]
     assert [func.__name__ for func in named[:4]] == [get_callable_name(func) for func in funcs[:4]]
     assert scored(*named[:4], completions=["a", "abc"]) == [[-1, -1], [-2, 0], [0.5, 0.5], [0.25, 0.25]]
-    assert [inspect.iscoroutinefunction(func) for func in named] == [False, False, False, True, False]
+    assert [inspect.iscoroutinefunction(func) for func in named] == [False, False, True, True, False]
     assert named_apart(named)[0] == named  # once is enough
     assert ["length_2" in message for message in caplog.messages] == [True]
 
