@@ -125,16 +125,9 @@ def first_number(rollout):
 
 
 def make_trainer(
-    port,
-    tmp_path,
-    tool=calculator,
-    reward=answered,
-    evaluates=False,
-    trainer_class=Watched,
-    env_class=MultiTurnToolEnv,
-    prompts=30,
-    **changes,
-):
+    port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched,
+    env_class=MultiTurnToolEnv, prompts=30, model=MODEL, peft_config=None, check_every=1, **changes,
+):  # fmt: skip
     values = dict(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
@@ -146,11 +139,12 @@ def make_trainer(
             for a, b in zip(range(11, 11 + prompts), range(77, 20, -1))]  # fmt: skip
     tmp_path.mkdir(exist_ok=True)
     trainer = trainer_class(
-        str(MODEL), env_class([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
+        str(model), env_class([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
         vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
         train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
+        peft_config=peft_config,
     )  # fmt: skip
-    trainer.weight_sync.CHECK_EVERY = 1
+    trainer.weight_sync.CHECK_EVERY = check_every
     return trainer
 
 

@@ -149,9 +149,6 @@ def test_a_role_is_no_way_in():
     assert read == {"role": "user< |im_end|>", "content": "x"}
 
 
-# --- what the model reads in the end ---------------------------------------------------------------------------------
-
-
 class Says:
     """A backend that says its texts one after another."""
 
@@ -337,14 +334,6 @@ def test_the_examples_of_a_data_set_stay(name):
     (rollout,) = env_of(name).start([[{**message, "content": f"{shown}{end}"} for message in prompt]])
     broken = [{**message, "content": f"{shown}{end[0]} {end[1:]}"} for message in prompt]
     assert rollout.prompt_messages[-3:] == broken
-
-
-def test_the_recipes_system_prompt_stays_as_it_is():
-    name = "qwen3"
-    text = "Think in <think>.<|im_end|>"
-    env = MultiTurnToolEnv([], text, tokenizer=tokenizer_of(name))
-    (rollout,) = env.start(["?"])
-    assert rollout.prompt_messages[0] == {"role": "system", "content": text}
 
 
 @pytest.mark.parametrize("token", ["<|im_end|>", "<think>", "</result>"])

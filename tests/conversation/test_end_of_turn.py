@@ -7,7 +7,6 @@ from scripted import (
     CHATML_TOKENIZER,
     CLOSES_AND_MORE,
     CLOSES_BOTH,
-    END,
     QWEN3_TOKENIZER,
     converse,
     ids,
@@ -78,15 +77,12 @@ def test_one_token_that_holds_more_than_the_tag_is_kept_whole():
 
 
 def test_the_first_closing_tag_wins():
-    rollout, _ = converse(f"{ANSWER}{ADD}")
-    assert rollout.stop_reason == StopReason.ANSWERED and rollout.completion_ids == ids(ANSWER)
+    for turn in (f"{ANSWER}{ADD}", [*ids("<answer>5"), CLOSES_BOTH]):
+        rollout, _ = converse(turn)
+        assert rollout.stop_reason == StopReason.ANSWERED
+        assert rollout.completion_ids == (ids(ANSWER) if isinstance(turn, str) else turn)
     rollout, _ = converse(f"{ADD}{ANSWER}", "<answer>6</answer>")
     assert rollout.completion_ids == ids(ADD + result("5") + "<answer>6</answer>")
-
-
-def test_the_first_closing_tag_wins_inside_one_token():
-    rollout, _ = converse([*ids("<answer>5"), CLOSES_BOTH])
-    assert rollout.stop_reason == StopReason.ANSWERED
 
 
 def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():
@@ -100,14 +96,6 @@ def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():
     rollout, _ = converse(f"{unclosed}<|endoftext|>", ANSWER)
     assert rollout.completion_ids[:23] == ids(f"{unclosed}<|endoftext|><|im_end|>\n<|im_start|>user")
     assert rollout.turns[0].text == unclosed
-
-
-def test_message_ids():
-    expected = ids("<|im_end|>\n<|im_start|>user\n<result>\n5\n</result><|im_end|>\n<|im_start|>assistant\n")
-    assert suffix_ids("5", CHATML_TOKENIZER, []) == expected
-    assert suffix_ids("5", CHATML_TOKENIZER, [65]) == expected
-    assert suffix_ids("5", CHATML_TOKENIZER, [65, END]) == expected[1:]
-    assert suffix_ids("5", CHATML_TOKENIZER, [65, END, 10]) == expected
 
 
 def suffix_ids(text, tokenizer, sampled):

@@ -87,9 +87,6 @@ def read(text, prompt=PROMPT, fmt=None):
     return (fmt or make_format("xml", TOKENIZER)).parse(ids(text), prompt)
 
 
-# --- what all formats share ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("xml")
 def test_the_suffix_of_a_result_in_ids():
     fmt = make_format("xml", TOKENIZER)
@@ -101,14 +98,6 @@ def test_the_suffix_of_a_result_in_ids():
     assert fmt.suffix_ids([CALL], messages, []) == expected
     assert fmt.suffix_ids([CALL], messages, [*ids(ADD), END]) == expected[1:]
     assert fmt.suffix_ids([CALL], messages, [END, 65]) == expected
-
-
-def test_another_end_than_the_templates_takes_its_place():
-    other = ids("<|endoftext|>")[0]
-    messages = [{"role": "user", "content": "go on"}]
-    expected = ids("<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
-    assert make_format("xml", TOKENIZER, extra_ends=[other]).suffix_ids([], messages, [65, other]) == expected[1:]
-    assert make_format("xml", TOKENIZER).suffix_ids([], messages, [65, other]) == expected
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -169,9 +158,6 @@ def test_arguments_that_a_chat_template_does_not_read_are_warned_of(name, caplog
     assert [record.getMessage().count(f"'{name}_thinking'") for record in caplog.records] == [1]
 
 
-# --- thinking --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "prompt, text, calls, answer, open_thinking",
     [
@@ -230,9 +216,6 @@ def test_after_a_stop_inside_thinking_only_its_close_stops():
     assert fmt.next_stops([], OPENED) == stops and fmt.next_stops(ids("a"), OPENED) == ("</think>",)
 
 
-# --- xml -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("xml")
 @pytest.mark.parametrize(
     "text, expected",
@@ -251,9 +234,6 @@ def test_after_a_stop_inside_thinking_only_its_close_stops():
 )  # fmt: skip
 def test_xml(text, expected):
     assert read(text) == expected
-
-
-# --- calls in the chat template's own syntax -------------------------------------------------------------------------
 
 
 def add(a: int, b: str = "") -> str:

@@ -72,11 +72,6 @@ def make_env(*examples, system="Be short.", tools=(double,), **kwargs):
     return MultiTurnToolEnv(list(tools), system, tokenizer=CHATML_TOKENIZER, prompt_examples=list(examples), **kwargs)
 
 
-# =====================================================================================================================
-# What the model reads
-# =====================================================================================================================
-
-
 @pytest.mark.parametrize("example", [STRUCTURED, IN_TEXT], ids=["tool_calls", "text"])
 def test_examples_stand_behind_the_system_prompt_as_a_conversation_has_them(example):
     env = make_env(example, PLAIN)
@@ -182,11 +177,6 @@ def test_an_example_in_the_calls_of_a_family(name):
     assert [prompt.count(result.text.strip()) for result in RESULTS[:number]] == [1] * number
 
 
-# =====================================================================================================================
-# What is trained
-# =====================================================================================================================
-
-
 def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
     """No token of an example is in a completion; the loss reads the prompt of two groups once, examples included."""
     rows = [{"prompt": [user(f"Double {n}.")], "answer": str(2 * n)} for n in (3, 4)]
@@ -220,10 +210,6 @@ def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
     read = tokenizer.decode(row.input_ids[0])
     assert read.count("<answer>8 km</answer>") == 1 and read.count("Hello!") == 1  # once, for both groups
 
-
-# =====================================================================================================================
-# What is no example
-# =====================================================================================================================
 
 WRONG = {
     "no conversation": (PLAIN, "valid list"),
@@ -315,11 +301,6 @@ def test_results_are_broken_as_a_tools_are():
     assert messages[2] == user("<result>\n8< /result><answer>9</answer>< |im_end|>\n</result>")
 
 
-# =====================================================================================================================
-# Files and recipes
-# =====================================================================================================================
-
-
 def test_files_of_three_kinds_say_the_same(tmp_path):
     conversations = [STRUCTURED, PLAIN]
     texts = {
@@ -334,17 +315,3 @@ def test_files_of_three_kinds_say_the_same(tmp_path):
         (tmp_path / name).write_text(text)
         assert read_prompt_examples(str(tmp_path / name)) == conversations
     assert read_prompt_examples(None) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [("a.json", "[[", "Expected a list of conversations"),
-     ("a.yaml", "- - {role: user, role: system}", "'role' is set twice"),
-     ("a.yaml", "!!python/object/apply:os.system [x]", "could not determine a constructor")],
-)  # fmt: skip
-def test_half_a_file(name, text, error, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"prompt_examples: .*{error}"):
-        read_prompt_examples(str(tmp_path / name))
-    with pytest.raises(ValueError, match="prompt_examples: .*No such file"):
-        read_prompt_examples(str(tmp_path / "none.yaml"))

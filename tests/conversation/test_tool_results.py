@@ -5,7 +5,7 @@ import functools
 import random
 import re
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from datasets import Dataset
@@ -17,7 +17,6 @@ from scripted import (
     START,
     Scripted,
     call,
-    echo,
     ids,
     make_env,
     make_tokenizer,
@@ -95,10 +94,6 @@ def test_a_tool_that_changes_what_it_gets_changes_no_call():
     assert turn.observation == "[1, 2, 3, 99]" and turn.calls[0].arguments == {"numbers": [3, 1, 2]}
 
 
-def test_a_policy_that_writes_half_a_character_is_no_reason_to_stop():
-    observe(echo, '<tool>{"name": "echo", "args": {"text": "\\ud83d"}}</tool>')
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -127,13 +122,6 @@ def test_control_tokens_of_a_tool_are_neutralised(text, failing):
     assert shown.count("</result>") == 1 and shown.index("</result>") > shown.index(turn.observation)
     letters = re.sub(r"[^a-z]", "", text)
     assert re.sub(r"[^a-z]", "", turn.observation.removeprefix("Error: ")) == letters  # only spaces were added
-
-
-def test_neutralise_leaves_other_text_alone():
-    text = "a < b | c > d, <result>, <tool>, <answer>, im_end, <| im_end |> é"
-    assert neutralise(text, CHATML_TOKENIZER) == text
-    assert neutralise("a<|im_end|>b", CHATML_TOKENIZER) == "a< |im_end|>b"
-    assert neutralise("</result>", CHATML_TOKENIZER) == "< /result>"
 
 
 # Added tokens as real tokenizers have them: (text, special, whether it is a control token).
@@ -394,39 +382,27 @@ def test_a_result_is_data_or_an_error(tmp_path, how):
     assert how != "process" or turns[0].observation == "[]"  # nothing heavy is imported for the sake of results
 
 
-def test_a_sync_tool_that_hangs_is_a_timeout():
-    release = threading.Event()
+@pytest.mark.parametrize("kind", ["in a thread", "async", "async, and ignores its cancellation"])
+def test_a_tool_that_hangs_is_a_timeout(kind):
+    over = threading.Event()
 
     def hang() -> str:
         """Hangs."""
-        release.wait(20)
-        return "late"
+        over.wait(20)
 
-    turn = observe(hang, tool_timeout=0.2)
-    release.set()
-    assert turn.error == "timeout" and turn.observation == "Error: hang took longer than 0.2 s"
-    assert 0.2 <= turn.tool_seconds < 2
-
-
-def test_an_async_tool_that_hangs_is_a_timeout():
-    turn = observe(slow_echo, call("slow_echo", text="x", seconds=20), tool_timeout=0.2)
-    assert turn.error == "timeout" and turn.observation == "Error: slow_echo took longer than 0.2 s"
-
-
-def test_an_async_tool_that_ignores_its_cancellation_is_a_timeout():
-    async def stubborn() -> str:
-        """Never stops while the conversation waits for it."""
+    async def hang_async() -> str:
+        """Hangs; one kind never stops while the conversation waits for it."""
         while not over.is_set():
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError) if "ignores" in kind else nullcontext():
                 await asyncio.sleep(0.5)
-        return "late"
 
-    over = threading.Event()
+    tool = hang_async if "async" in kind else hang
     try:
-        turn = observe(stubborn, tool_timeout=0.2)
+        turn = observe(tool, tool_timeout=0.2)
     finally:
         over.set()
-    assert turn.error == "timeout"
+    assert turn.error == "timeout" and turn.observation == f"Error: {tool.__name__} took longer than 0.2 s"
+    assert 0.2 <= turn.tool_seconds < 20
 
 
 def test_an_async_tool_that_runs_conversations_itself_does_not_hang():
@@ -438,10 +414,6 @@ def test_an_async_tool_that_runs_conversations_itself_does_not_hang():
         return env.generate(["5?"], Scripted([[ANSWER]]))["stop_reasons"][0]
 
     assert observe(ask_another, tool_timeout=1.0).observation is not None
-
-
-def test_async_tools_are_awaited():
-    assert observe(slow_echo, call("slow_echo", text="hi", seconds=0.01)).observation == "hi"
 
 
 def test_an_async_tool_behind_a_decorator_is_awaited():

@@ -15,7 +15,7 @@ import re
 import types
 import typing
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jsonschema
 import pydantic
@@ -77,9 +77,6 @@ class Line:
 class Tree(pydantic.BaseModel):
     name: str
     parts: list[Tree] = []
-
-
-# --- the schemas, by hand --------------------------------------------------------------------------------------------
 
 
 def weather(
@@ -147,6 +144,11 @@ def test_the_schema_of_the_prompt_of_xml_is_the_same():
     assert json.loads(lines["unit"]) == {"type": "string", "enum": ["celsius", "fahrenheit"]}
     assert json.loads(lines["items"]) == {"type": "array", "items": ITEM}
     assert list(lines) == ["unit", "day", "size", "items", "at", "more"]
+
+    def said() -> ToolResult:
+        """Says."""
+
+    assert str(signature_of(said)) == "() -> str"  # what the model reads of it
     assert str(signature_of(weather)) == (
         "(city: str, unit: Unit, day: date, size: Size = \"2\", items: list[Item] = [], "
         "limit: int | None = None, at: Point | None = None, **more: Level) -> str"
@@ -256,42 +258,6 @@ def test_a_class_that_holds_itself_stays_a_definition():
     jsonschema.Draft202012Validator.check_schema(schema)
 
 
-def test_signatures_have_no_quotes():
-    """This file has `from __future__ import annotations`, so that every type hint is a text to begin with."""
-
-    def find(city: str, tags: list[str] = (), unit: Unit | None = None, by: Literal["a"] = "a") -> None:
-        """Finds."""
-
-    def said() -> ToolResult:
-        """Says."""
-
-    assert str(signature_of(said)) == "() -> str"  # what the model reads of it
-    assert isinstance(inspect.signature(find).parameters["city"].annotation, str)
-    assert str(signature_of(find)) == (
-        "(city: str, tags: list[str] = (), unit: Unit | None = None, by: Literal['a'] = 'a') -> None"
-    )
-    assert describe_tools({"find": find}).startswith("find(city: str, tags: list[str] = (), unit: Unit | None = None,")
-
-    class Described:
-        name, schema = (
-            "run",
-            {
-                "name": "run",
-                "description": "Runs.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
-                    "required": ["a"],
-                },
-            },
-        )
-
-        async def run(self, **arguments: Any) -> str:
-            return ""
-
-    assert str(signature_of(as_tool(Described()))) == "(a: str, b: int = ...) -> str"
-
-
 @pytest.mark.parametrize("returns", ["Nowhere", None])
 def test_a_schema_of_its_own_describes_what_runs_by_any_callable(returns):
     """`run` may name a type that only type checkers know, or be a partial, which has no hints."""
@@ -375,8 +341,6 @@ def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
     for key, value in (("n", 75001), ("zip", "75001")):
         assert syntax.split(QWEN % (key, "75001"), tools)[0] == [ToolCall("find", {key: value})]
 
-
-# --- values: what the schema allows is what the tool takes -----------------------------------------------------------
 
 TEXTS = ["", "a", "1", "2", "75001", "null", "None", "true", "True", "[1]", "{}", "x y", "\n", "é", "1.5", '"', "<a>"]
 KEYS = ["a", "b", "x y", "1"]

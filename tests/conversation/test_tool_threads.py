@@ -13,7 +13,7 @@ from scripted import ADD, ANSWER, Scripted, add, call, make_env, run_many, verif
 
 import mt_grpo_trainer as mt
 from mt_grpo.base import errors
-from mt_grpo.conversation.tools.running import HUNG, ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.conversation.tools.running import HUNG, ToolsUnavailable, run_tool
 
 
 def test_sync_tools_run_at_the_same_time():
@@ -110,18 +110,6 @@ def test_a_slow_tool_holds_up_no_other_conversation():
 def test_a_limit_that_holds_no_marker_is_refused(limit):
     with pytest.raises(ValueError, match="expected at least 10"):
         make_env(max_tool_response_tokens=limit)
-
-
-def test_run_tool():
-    assert asyncio.run(run_tool(add, {"a": 2, "b": 3}, 5)) == "5"
-    names = asyncio.run(run_tool(lambda: threading.current_thread().name, {}, 5))
-    assert names != threading.main_thread().name
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(run_tool(lambda: 1 / 0, {}, 5))
-    release = threading.Event()
-    with pytest.raises(ToolTimeout):
-        asyncio.run(run_tool(release.wait, {"timeout": 3600}, 0.1))  # and the loop closes without waiting
-    release.set()
 
 
 def test_a_tool_that_no_thread_can_be_started_for_ends_the_run():

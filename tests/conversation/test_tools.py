@@ -58,8 +58,6 @@ def test_contract_of_a_tool_file(name):
     assert "mt_grpo" not in (TOOLS / f"{name}.py").read_text().replace("-", "")
 
 
-# --- calculator ------------------------------------------------------------------------------------------------------
-
 calculator = load("calculator").calculator
 plain_calculator = load("agents/calculator").calculator
 
@@ -94,57 +92,27 @@ def test_calculator_value():
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("", "empty expression"),
-        ("2 3", "syntax error at character 3"),
-        ("\ud800", "cannot be read"),
-        ("x + 1", "unknown name 'x'"),
-        ("__import__('os').system('true')", "functions cannot be called"),
-        ("2(3 + 4)", "write products with *"),
-        ("(1).__class__", "attribute '__class__' is not allowed"),
-        ("'a' * 9", "str 'a' is not a number"),
-        ("1,000 + 1", "write 1000, not 1,000"),
-        ("lambda: 1", "Lambda is not allowed"),
-        ("2 ^ 3", r"use \*\* for powers"),
-        ("(-8) ** 0.5", "not a real number"),
-        ("50% + 20", "write 50 / 100 for 50%"),
+        ("", "empty expression"), ("2 3", "syntax error at character 3"), ("\ud800", "cannot be read"),
+        ("x + 1", "unknown name 'x'"), ("__import__('os').system('true')", "functions cannot be called"),
+        ("2(3 + 4)", "write products with *"), ("(1).__class__", "attribute '__class__' is not allowed"),
+        ("'a' * 9", "str 'a' is not a number"), ("1,000 + 1", "write 1000, not 1,000"),
+        ("lambda: 1", "Lambda is not allowed"), ("2 ^ 3", r"use \*\* for powers"),
+        ("(-8) ** 0.5", "not a real number"), ("50% + 20", "write 50 / 100 for 50%"),
+        *((text, "^division by zero$") for text in ("1 / 0", "1 % 0", "1.5 // 0", "0 ** -1")),
+        *((text, "too large") for text in ("9**9**9", "10**309", "9" * 400, "1e308 * 10", "10**308 / 0.1",
+                                           "*".join(["10**300"] * 50))),
+        ("-" * 300 + "1", "nested too deeply"),
+        ("(" * 240 + "1" + ")" * 240, "too many nested parentheses|cannot be read"),
+        ("1" * 501, "too long: 501 characters"), ("9**" * 10**6 + "9", "too long"),
     ],
-)
+)  # fmt: skip
 def test_calculator_refuses(expression, message):
-    with pytest.raises(ValueError, match=message):
-        calculator(expression)
-
-
-@pytest.mark.parametrize("expression", ["1 / 0", "1 % 0", "1.5 // 0", "0 ** -1"])
-def test_calculator_division_by_zero(expression):
-    with pytest.raises(ZeroDivisionError, match="^division by zero$"):
+    with at_most(10), pytest.raises((ValueError, ZeroDivisionError), match=message):  # some would take minutes
         calculator(expression)
 
 
 def test_the_calculator_of_the_sample_agents_keeps_whole_numbers_whole():
     assert [plain_calculator(text) for text in ("99999999*99999999", "1/3")] == ["9999999800000001", "0.333333333333"]
-
-
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
-        ("9**9**9", "too large"),
-        ("10**309", "too large"),
-        ("9" * 400, "too large"),
-        ("1e308 * 10", "too large"),
-        ("10**308 / 0.1", "too large"),
-        ("*".join(["10**300"] * 50), "too large"),
-        ("-" * 300 + "1", "nested too deeply"),
-        ("(" * 240 + "1" + ")" * 240, "too many nested parentheses|cannot be read"),
-        ("1" * 501, "too long: 501 characters"),
-        ("9**" * 10**6 + "9", "too long"),
-    ],
-)
-def test_calculator_limits_are_quick(expression, message):
-    with at_most(10), pytest.raises(ValueError, match=message):  # unbounded, these take minutes
-        calculator(expression)
-
-
-# --- wiki_search: settings -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -184,9 +152,6 @@ def test_wrong_settings(wiki, monkeypatch, settings, error, message):
 def test_empty_query(wiki, query):
     with pytest.raises(ValueError, match="empty query"):
         wiki.wiki_search(query)
-
-
-# --- wiki_search: local corpus ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -234,84 +199,48 @@ def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
     assert recalls[0] >= 0.84 and recalls[2] >= 0.94 and recalls[-1] >= 0.96
 
 
-def test_result_is_the_whole_passage(squad):
+def test_a_result_is_a_whole_passage_and_more_are_numbered_and_ranked(squad, monkeypatch):
     rows = {row["id"]: row for row in read_jsonl(data_file("squad/corpus.jsonl"))}
     text = rows["Normans-0"]["text"]
     assert squad.wiki_search("Rollo agreed to swear fealty to King Charles III") == f"[1] Normans\n{text}"
-
-
-def test_topk_results_are_numbered_and_ranked(squad, monkeypatch):
+    for query in ("Rollo " + "zz " * 10**5, "Rollo " + " ".join(f"q{i}" for i in range(10**4))):
+        assert "Rollo" in squad.wiki_search(query)
+    assert len(squad.wiki_search("x" * 10**6)) < 400
     best = squad.wiki_search("Norse leader Rollo")
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
     three = squad.wiki_search("Norse leader Rollo")
-    assert three.startswith(best + "\n\n[2] Normans\n")
-    assert "\n\n[3] " in three
-    assert "\n\n[4] " not in three
+    assert three.startswith(best + "\n\n[2] Normans\n") and "\n\n[3] " in three and "\n\n[4] " not in three
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "5")  # search syntax ranks as plain words do
+    plain = squad.wiki_search("near title Rollo text Normandy")
+    assert squad.wiki_search('NEAR(title:Rollo* -{text}: + ^"Normandy")') == plain
 
 
-def test_title_counts_more_than_text(small):
+def test_titles_count_more_than_texts_and_words_are_matched_by_stem_case_and_accent(small):
     small.write(
         ("Lyon", "A city of two rivers, unlike Paris or Rouen, in the valley."),
         ("Paris", "A city of two rivers, unlike Lyon or Rouen, in the valley."),
-    )
-    assert small.wiki_search("paris").startswith("[1] Paris\n")
-    assert small.wiki_search("lyon").startswith("[1] Lyon\n")
-
-
-def test_words_are_matched_by_stem_case_and_accent(small):
-    small.write(("Zürich", "Bankers are counting."), ("Kyoto", "Temples."))
-    for query in ["zurich", "ZÜRICH", "Zu\u0308rich", "banker", "counted"]:
+        ("Zürich", "Bankers are counting."), ("The Who", "A band."), ("Genesis", "One more band."),
+    )  # fmt: skip
+    for query, title in (("paris", "Paris"), ("lyon", "Lyon"), ("the who", "The Who")):  # stop words alone, too
+        assert small.wiki_search(query).startswith(f"[1] {title}\n"), query
+    for query in ("zurich", "ZÜRICH", "Zu\u0308rich", "banker", "counted"):
         assert small.wiki_search(query).startswith("[1] Zürich\n"), query
 
 
-def test_query_of_stop_words_alone_is_searched(small):
-    small.write(("The Who", "A band."), ("Genesis", "One more band."))
-    assert small.wiki_search("the who").startswith("[1] The Who\n")
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        'Rollo"',
-        '"Rollo',
-        '""" Rollo """',
-        "'; DROP TABLE passages; -- Rollo",
-        "Rollo AND",
-        "NOT Rollo",
-        "NEAR(Rollo, 2)",
-        "Rollo*",
-        "^Rollo",
-        "title:Rollo",
-        "{title text}: Rollo",
-        "- (Rollo",
-        "Rollo)) OR ((",
-        "Rollo\0\\",
-        "Rollo \ud800",
-        "Rollo ☃ 日本語 🙂 _ ²",
-        "_Rollo_",
-    ],
-)
+@pytest.mark.parametrize("query", [
+    'Rollo"', '"Rollo', '""" Rollo """', "'; DROP TABLE passages; -- Rollo", "Rollo AND", "NOT Rollo",
+    "NEAR(Rollo, 2)", "Rollo*", "^Rollo", "title:Rollo", "{title text}: Rollo", "- (Rollo", "Rollo)) OR ((",
+    "Rollo\0\\", "Rollo \ud800", "Rollo ☃ 日本語 🙂 _ ²", "_Rollo_",
+])  # fmt: skip
 def test_search_syntax_in_a_query_is_harmless(small, query):
     small.write(("Paris", "A city."), ("Normans", "The leader Rollo."), ("Rouen", "Another city."))
     assert small.wiki_search(query) == "[1] Normans\nThe leader Rollo."
-
-
-def test_search_syntax_ranks_as_plain_words_do(squad, monkeypatch):
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "5")
-    plain = squad.wiki_search("near title Rollo text Normandy")
-    assert squad.wiki_search('NEAR(title:Rollo* -{text}: + ^"Normandy")') == plain
 
 
 @pytest.mark.parametrize("query", ["xylophone", "日本語", "?!", '"', "***", "_", "🙂", "id:0", "Normans-0000"])
 def test_no_results_is_an_answer(small, query):
     small.write(("Paris", "A city."))
     assert small.wiki_search(query) == "No results. Try other words."
-
-
-def test_long_queries(squad):
-    assert "Rollo" in squad.wiki_search("Rollo " + "zz " * 10**5)
-    assert "Rollo" in squad.wiki_search("Rollo " + " ".join(f"q{i}" for i in range(10**4)))
-    assert len(squad.wiki_search("x" * 10**6)) < 400
 
 
 @pytest.mark.contract("wiki_search")
@@ -449,9 +378,6 @@ def test_threads_that_start_together_build_one_index(squad, monkeypatch):
     assert all(result == results[0] for result in results)
 
 
-# --- wiki_search: HTTP -----------------------------------------------------------------------------------------------
-
-
 class Server(ThreadingHTTPServer):
     """Answers with the scripted replies first, then by its protocol; keeps the requests it got."""
 
@@ -580,59 +506,34 @@ def test_queries_arrive_as_they_are(wiki, server):
     assert sent == [query]
 
 
-def test_user_agent(wiki, server, monkeypatch):
-    wiki.wiki_search("Rollo")
-    monkeypatch.setenv("WIKI_SEARCH_USER_AGENT", "my-search/2 (me@example.org)")
-    wiki.wiki_search("Rollo")
-    agents = [headers["User-Agent"] for _, _, headers, _ in server.requests]
-    times = server.requests_per_search
-    assert agents == [wiki.USER_AGENT] * times + ["my-search/2 (me@example.org)"] * times
-
-
-def test_one_session_per_thread(wiki, server):
-    session = wiki._session()
-    assert wiki._session() is session
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(wiki._session).result() is not session
+def test_threads_search_at_the_same_time(wiki, server):
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(wiki.wiki_search, ["Rollo"] * 24))
     assert results == ["[1] Normans\nThe Norse leader Rollo swore fealty."] * 24
 
 
-def test_busy_server_is_asked_again(wiki, server):
-    server.replies = [{"status": 429}, {"status": 503}]
+def test_a_busy_server_is_asked_again_when_it_says_and_not_much_later(wiki, server):
+    server.replies = [{"status": 503}, {"status": 429, "headers": {"Retry-After": "1"}}]
     assert "Rollo" in wiki.wiki_search("Rollo")
     assert len(server.requests) == 2 + server.requests_per_search
-
-
-def test_retry_after_is_respected(wiki, server):
-    server.replies = [{"status": 429, "headers": {"Retry-After": "1"}}]
-    assert "Rollo" in wiki.wiki_search("Rollo")
-    assert server.times[1] - server.times[0] >= 1
-
-
-@pytest.mark.parametrize("value", ["3600", "Fri, 31 Dec 9999 23:59:59 GMT"])
-def test_retry_after_is_bounded(wiki, server, value):
+    assert server.times[2] - server.times[1] >= 1
     wiki.MAX_WAIT_SECONDS = 0.05
-    server.replies = [{"status": 429, "headers": {"Retry-After": value}}]
-    with at_most(60):
-        assert "Rollo" in wiki.wiki_search("Rollo")
+    for value in ("3600", "Fri, 31 Dec 9999 23:59:59 GMT"):
+        server.replies = [{"status": 429, "headers": {"Retry-After": value}}]
+        with at_most(60):
+            assert "Rollo" in wiki.wiki_search("Rollo")
 
 
-def test_server_that_fails_three_times(wiki, server):
+def test_a_server_that_fails_is_asked_three_times_and_once_where_the_address_is_wrong(wiki, server):
     server.replies = [{"status": 500, "text": "out of memory " * 100}] * 3
     with pytest.raises(RuntimeError, match=f"{server.url}.* answered with status 500 and 'out of memory") as raised:
         wiki.wiki_search("Rollo")
-    assert len(str(raised.value)) < 500
-    assert len(server.requests) == 3
-    assert "Rollo" in wiki.wiki_search("Rollo")  # the session is still good
-
-
-def test_other_statuses_are_not_tried_again(wiki, server):
+    assert len(str(raised.value)) < 500 and len(server.requests) == 3
     server.replies = [{"status": 404, "text": "no such page"}]
     with pytest.raises(RuntimeError, match="answered with status 404 and 'no such page': .*WIKI_SEARCH_URL"):
         wiki.wiki_search("Rollo")
-    assert len(server.requests) == 1
+    assert len(server.requests) == 4
+    assert "Rollo" in wiki.wiki_search("Rollo")  # the session is still good
 
 
 def test_slow_server(wiki, server):
@@ -656,20 +557,6 @@ def test_no_server(wiki, server, monkeypatch):
         wiki.wiki_search("Rollo")
     assert server.url in str(raised.value)
     assert "secret" not in str(raised.value)
-
-
-def test_long_answer_is_cut(wiki, server):
-    contents = "word " * 10**5
-    page = {"title": "Long", "index": 1, "extract": contents}
-    reply = {
-        "result": [[{"document": {"contents": f"Long\n{contents}"}}]],
-        "query": {"search": [{"title": "Long"}], "pages": [page]},
-    }
-    server.replies = [{"text": json.dumps(reply)}] * server.requests_per_search
-    result = wiki.wiki_search("word")
-    assert wiki.MAX_RESULT_CHARS - 10 < len(result) <= wiki.MAX_RESULT_CHARS
-    assert result.startswith("[1] Long\nword word ")
-    assert result.endswith("word ... [cut, 500008 characters in all]")
 
 
 @pytest.mark.parametrize("server", ["retrieval"], indirect=True)
@@ -702,9 +589,6 @@ def test_server_that_returns_more_than_asked_for(wiki, server, monkeypatch):
     assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0."
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
     assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0.\n\n[2] Title 1\nText 1."
-
-
-# --- wiki_search: MediaWiki ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("server", ["mediawiki"], indirect=True)

@@ -15,7 +15,7 @@ import pytest
 import requests
 import torch
 from peft import LoraConfig, get_peft_model
-from test_server import TINY, make_trainer as make_any_trainer
+from server_run import MODEL as TINY, make_trainer as make_any_trainer
 from transformers import AutoModelForCausalLM
 from warm_python import executable
 from warm_vllm import WarmVLLMServer
@@ -60,7 +60,7 @@ CLIENTS = []  # of this test's trainers
 
 
 def make_trainer(*args, **changes):
-    """As test_server.py's. What its servers got is gone behind the test."""
+    """As server_run.py's. What its servers got is gone behind the test."""
     trainer = make_any_trainer(*args, **changes)
     CLIENTS.append(trainer.client)
     return trainer
@@ -89,6 +89,14 @@ def forget_as_a_restart_does(server, trainer, index):
     client.request("POST", "/update_weight_version", json={"new_version": "default"})
 
 
+def put(server, factor, version):
+    """Give a server the bundled weights times `factor`, under this version."""
+    state = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).state_dict()
+    client = VLLMServerClient("127.0.0.1", server.port)
+    client.update_weights(iter({name: tensor * factor for name, tensor in state.items()}.items()), version)
+    client.close()
+
+
 def folders(client):
     """The versions whose files a client keeps."""
     return sorted(int(path.name.rpartition("-")[2]) for path in client.transfer._folder.iterdir() if path.is_dir())
@@ -113,7 +121,7 @@ def test_a_run_pushes_its_adapter_and_samples_from_it(adapters, tmp_path, caplog
     ids = [(7 * i * i) % 300 + 20 for i in range(60)]
     ask = VLLMServerClient("127.0.0.1", adapters.port)
     before = ask.score(ids)
-    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
+    trainer = make_trainer(adapters.port, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
                            learning_rate=2e-2, log_rollouts=16, log_rollout_tokens=True)  # fmt: skip
     trainer.train()
     assert "LoRA of rank 4" in caplog.text
@@ -142,7 +150,7 @@ def test_a_run_pushes_its_adapter_and_samples_from_it(adapters, tmp_path, caplog
 
 def test_turns_in_flight_end_with_the_adapter_that_they_began_with(adapters, tmp_path):
     """Three pushes pass one by while the engine is paused. What it names stays, and its files are read again."""
-    trainer = make_trainer(adapters.port, TINY, tmp_path, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
+    trainer = make_trainer(adapters.port, tmp_path, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
                            vllm_server_timeout=20, check_every=10)  # fmt: skip
     (client,), sync = trainer.client.servers, trainer.weight_sync
     prompt = trainer.processing_class("What is 12 * 34?").input_ids
@@ -187,7 +195,7 @@ def test_turns_in_flight_end_with_the_adapter_that_they_began_with(adapters, tmp
 def test_two_servers_have_the_adapter_and_one_that_lost_it_gets_it_again(adapters, tmp_path):
     """What one lost is sampled by the other one; it joins at the next push, with the adapter of that push."""
     with serving() as other:
-        trainer = make_trainer(None, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
+        trainer = make_trainer(None, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
                                vllm_server_base_url=[adapters.url, other.url], check_every=10)  # fmt: skip
         trainer.client.RETRY_SECONDS = 0.0
         original, attempts = trainer._start_rollouts, []
@@ -253,11 +261,11 @@ def test_two_ranks_push_one_adapter(adapters, tmp_path):
 def test_a_resumed_run_pushes_the_adapter_of_its_checkpoint(adapters, tmp_path):
     """Its first push is of trained values, and the server has not heard of the run before."""
     settings = {"peft_config": LoraConfig(**LORA), "learning_rate": 2e-2, "save_strategy": "steps", "save_steps": 2}
-    first = make_trainer(adapters.port, TINY, tmp_path, max_steps=2, **settings)
+    first = make_trainer(adapters.port, tmp_path, max_steps=2, **settings)
     first.train()
     trained = {n: p.detach().clone() for n, p in first.model.named_parameters() if "lora" in n}
     first.client.close()
-    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=4, **settings)
+    trainer = make_trainer(adapters.port, tmp_path, max_steps=4, **settings)
     original, sampled_by = trainer._start_rollouts, []
 
     def set_off(prompts, which):
@@ -280,7 +288,7 @@ def test_a_resumed_run_pushes_the_adapter_of_its_checkpoint(adapters, tmp_path):
 def test_adapters_in_bf16(tmp_path, caplog):
     """The base is bf16 on both sides, the adapter float32 here and bf16 on the server."""
     with serving("--dtype", "bfloat16") as server:
-        trainer = make_trainer(server.port, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
+        trainer = make_trainer(server.port, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
                                learning_rate=1e-2, model_init_kwargs={"dtype": "bfloat16"}, bf16=True)  # fmt: skip
         trainer.train()
         assert "LoRA of rank 4" in caplog.text
@@ -292,7 +300,7 @@ def test_adapters_in_bf16(tmp_path, caplog):
 
 def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, tmp_path, monkeypatch):
     """An adapter begins as zero: the right samples prove nothing before it is shifted."""
-    trainer = make_trainer(adapters.port, TINY, tmp_path, peft_config=LoraConfig(**LORA))
+    trainer = make_trainer(adapters.port, tmp_path, peft_config=LoraConfig(**LORA))
     monkeypatch.setattr(
         VLLMServerClient, "loaded", property(lambda self: None, lambda self, value: None), raising=False
     )
@@ -310,36 +318,28 @@ def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, t
 def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog, changes, reason):
     """And the log says why. The samples are right either way."""
     config = LoraConfig(**{**LORA, **changes})
-    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=1, peft_config=config)
+    trainer = make_trainer(adapters.port, tmp_path, max_steps=1, peft_config=config)
     trainer.train()
     assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "")
     (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
     assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    trainer.client.servers[0].update_weights(iter(model.state_dict().items()), "default")
+    put(adapters, 1.0, "default")
 
 
 def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
     """Its server holds another run's weights, by the version or, where that says nothing, by the logprobs."""
-    state = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).state_dict()
-
-    def put(factor, version):
-        client = VLLMServerClient("127.0.0.1", adapters.port)
-        client.update_weights(iter({name: tensor * factor for name, tensor in state.items()}.items()), version)
-        client.close()
-
     for version, reason in (
         ("of-another-7", "holds the weights 'of-another-7' of another run"), ("default", "base weights differ")
     ):  # fmt: skip
-        put(1.1, version)
-        trainer = make_trainer(adapters.port, TINY, tmp_path / version, max_steps=1, peft_config=LoraConfig(**LORA))
+        put(adapters, 1.1, version)
+        trainer = make_trainer(adapters.port, tmp_path / version, max_steps=1, peft_config=LoraConfig(**LORA))
         trainer.train()
         assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "").replace(
             "the server's ", ""
         )
         (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
         assert row["sync/logprob_difference"] < 1e-4
-    put(1.0, "default")
+    put(adapters, 1.0, "default")
 
 
 def test_where_a_reward_asks_the_policy_an_adapter_is_merged(plain, tmp_path, caplog):
@@ -353,7 +353,7 @@ def test_where_a_reward_asks_the_policy_an_adapter_is_merged(plain, tmp_path, ca
             asked.append(max(abs(a - b) for a, b in zip(turns[0].logprobs, found, strict=True)))
         return [len(own) / 100 for own in ids]
 
-    trainer = make_trainer(plain.port, TINY, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA), outcome=asks)
+    trainer = make_trainer(plain.port, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA), reward=asks)
     trainer.train()
     assert "since a reward function asks the policy, and a server scores without adapters" in caplog.text
     assert len(asked) > 20 and max(asked) < 1e-4
@@ -366,7 +366,7 @@ def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, ca
         Path(folder, "adapter_config.json").write_text("{}")
 
     monkeypatch.setattr(LoraConfig, "save_pretrained", empty)
-    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
+    trainer = make_trainer(adapters.port, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
     trainer.train()
     assert "merged weights, since the server cannot load it: The weight push to" in caplog.text
     (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
@@ -375,8 +375,7 @@ def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, ca
     assert server.transfer._loaded == {}
     trainer.client.close()  # the weights are not the server's own, and no later run may take them for these
     assert server.weight_version() not in (None, "default")
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    trainer.client.servers[0].update_weights(iter(model.state_dict().items()), "default")
+    put(adapters, 1.0, "default")
 
 
 @pytest.mark.parametrize("version, fits", [("0.31.0", True), ("0.32.0+cpu", True), ("0.30.2", False),

@@ -91,9 +91,6 @@ def prompt_of(tokenizer, *parts):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# -- what is asked, and what an answer must be --
-
-
 def test_a_request_has_a_placeholder_and_the_pixels_of_each_image(folder):
     tokenizer = vision_model.reading(folder)
     images = [vision_model.picture(k, size) for k, size in enumerate(((56, 56), (84, 28), (56, 56)))]
@@ -170,9 +167,6 @@ def test_an_answer_that_read_something_else_is_none(folder):
     assert read({**good, "prompt_logprobs": logprobs}) == [-k / 8 for k in range(len(prompt) - 1)]
     with pytest.raises(BadAnswer, match="not the prompt's"):
         read({**good, "prompt_token_ids": [1], "prompt_logprobs": logprobs})
-
-
-# -- a real server --
 
 
 def test_what_it_samples_behind_images_and_what_it_says_of_a_prompt(client, folder):

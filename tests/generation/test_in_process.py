@@ -139,6 +139,21 @@ class Ranks:
         return any_rank
 
 
+def on_two_ranks(serve):
+    """What `serve(rank)` gives on each of two ranks, which are threads."""
+
+    def both():
+        results = {}
+        threads = [threading.Thread(target=lambda r=r: results.update({r: serve(r)}), daemon=True) for r in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    return within(both)
+
+
 @pytest.mark.parametrize("rounds", [(3, 1), (1, 4), (2, 2), (0, 2)])
 def test_every_rank_calls_in_every_round(rounds):
     ranks, batches = Ranks(2), {0: [], 1: []}
@@ -152,16 +167,7 @@ def test_every_rank_calls_in_every_round(rounds):
         conversations = [ask(backend, i, rounds[rank]) for i in range(2)] if rounds[rank] else []
         return backend.serve(conversations)
 
-    def both():
-        results = {}
-        threads = [threading.Thread(target=lambda r=r: results.update({r: serve(r)}), daemon=True) for r in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-    results = within(both)
+    results = on_two_ranks(serve)
     assert [len(batches[rank]) for rank in (0, 1)] == [max(rounds)] * 2
     for rank in (0, 1):
         assert batches[rank][: rounds[rank]] == [([[0, k], [1, k]], 5) for k in range(rounds[rank])]
@@ -170,7 +176,7 @@ def test_every_rank_calls_in_every_round(rounds):
 
 
 def test_a_rank_whose_conversation_fails_goes_on_with_dummies_until_the_others_are_done():
-    ranks, counts, outcomes = Ranks(2), [0, 0], {}
+    ranks, counts = Ranks(2), [0, 0]
 
     def serve(rank):
         def generate_batch(prompts, max_tokens):
@@ -180,17 +186,9 @@ def test_a_rank_whose_conversation_fails_goes_on_with_dummies_until_the_others_a
         backend = in_process(generate_batch, ranks.of(rank))
         try:
             backend.serve([explode("boom")] if rank == 0 else [ask(backend, i, 3) for i in range(2)])
-            outcomes[rank] = "done"
+            return "done"
         except ValueError as error:
-            outcomes[rank] = str(error)
+            return str(error)
 
-    def both():
-        threads = [threading.Thread(target=serve, args=(r,), daemon=True) for r in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    within(both)
-    assert outcomes == {0: "boom", 1: "done"}
+    assert on_two_ranks(serve) == {0: "boom", 1: "done"}
     assert counts == [3, 3]

@@ -18,6 +18,7 @@ from bench.common import VLLMServer
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
+from server_run import calculator, make_trainer
 from test_agents import Scripted, run
 from test_first_batch import recipe_file
 from test_rewards import load
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_transfer
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
@@ -74,9 +76,6 @@ def client(port, served_model):
     client.close()
 
 
-# -- what reward functions ask the policy --
-
-
 @pytest.mark.contract_server("information gain")
 def test_information_gain_by_a_server_is_that_of_transformers(client, served_model):
     """Within 1e-5, of conversations with two searches each."""
@@ -120,16 +119,8 @@ def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, serve
         return [float(sum(row)) for row in found]
 
     recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
-    changes = {
-        "model_name_or_path": served_model,
-        "vllm_server_port": port,
-        "output_dir": tmp_path,
-        "max_steps": 3,
-        "per_device_train_batch_size": 16,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    changes = dict(model_name_or_path=served_model, vllm_server_port=port, output_dir=tmp_path, max_steps=3)
+    changes |= dict(per_device_train_batch_size=16, learning_rate=1e-2, save_strategy="no", report_to="none")
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     script_args, args, model_args = parse_arguments(["--config", recipe, *words])
     first = build_trainer(script_args, args, model_args)
@@ -143,8 +134,6 @@ def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, serve
     for each in (first, trainer):
         each.client.close()
 
-
-# -- what an agent's model reads --
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "description": "In <tool_call>."}}}
 TOOLS = [  # keys in any order, without a description, without parameters, with further keys
@@ -236,41 +225,6 @@ def test_an_agents_model_reads_what_vllms_chat_endpoint_renders(port, template):
     assert len(refused) < 4 and not read, refused
 
 
-def calculator(expression: str) -> str:
-    """Evaluate a product of two integers.
-
-    Args:
-        expression: Such as `6 * 7`.
-    """
-    left, _, right = expression.partition("*")
-    return str(int(left) * int(right))
-
-
-def make_trainer(port, model, tmp_path, outcome=None, peft_config=None, check_every=1, **changes):
-    values = dict(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=2,
-        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
-        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate",
-    )  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
-            for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
-    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
-    trainer = MTGRPOEnvTrainer(
-        model if isinstance(model, torch.nn.Module) else str(model), env, [], [outcome or answered],
-        **({} if port is None else {"vllm_server_host": "127.0.0.1", "vllm_server_port": port}),
-        args=MTGRPOConfig(**{**values, **changes}), train_dataset=Dataset.from_list(rows), peft_config=peft_config,
-    )  # fmt: skip
-    trainer.weight_sync.CHECK_EVERY = check_every
-    return trainer
-
-
-def answered(completions, answer, **kwargs):
-    return [
-        float(f"<answer>{gold}</answer>" in c[-1]["content"]) + len(c) / 10 for c, gold in zip(completions, answer)
-    ]
-
-
 @pytest.mark.contract_server("vLLM server")
 def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monkeypatch):
     """Eight optimizer steps in float32: the server samples from the weights that are trained, tied head included.
@@ -279,7 +233,7 @@ def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monk
     """
     in_shards = functools.partial(weight_transfer.write_weights, shard_bytes=2**18)
     monkeypatch.setattr(weight_transfer, "write_weights", in_shards)
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=8)
+    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=8)
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
     rows = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
@@ -293,7 +247,7 @@ def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monk
 @pytest.mark.contract_server("proof of weights")
 def test_without_the_tied_head_the_proof_refuses(port, client, served_model, tmp_path, monkeypatch):
     """The trap that the proof exists for: without `lm_head.weight` in the push the server keeps its old head."""
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=3, learning_rate=1e-2)
+    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=3, learning_rate=1e-2)
     trainer.vllm_generation._tied = {}
     monkeypatch.setattr(weight_transfer, "check_whole", lambda *_: None)  # which finds it before
     with pytest.raises(ServerError, match="^Step 0: A changed weight did not arrive"):
@@ -302,7 +256,7 @@ def test_without_the_tied_head_the_proof_refuses(port, client, served_model, tmp
 
 @pytest.mark.contract_server("VLLMServerClient.update_weights", "LoRA merged")
 def test_lora_with_b_not_zero_arrives(port, client, served_model, tmp_path):
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=3,
+    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=3,
                            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))  # fmt: skip
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
@@ -314,8 +268,8 @@ def test_lora_with_b_not_zero_arrives(port, client, served_model, tmp_path):
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
 
 
-@pytest.mark.parametrize("fault", ["iterator", "missing name", "directory"])
-def test_a_push_that_fails_changes_nothing(client, port, served_model, tmp_path, fault):
+@pytest.mark.parametrize("fault", ["iterator", "missing name"])
+def test_a_push_that_fails_changes_nothing(client, served_model, fault):
     ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
     before = client.score(ids)
     model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
@@ -331,11 +285,9 @@ def test_a_push_that_fails_changes_nothing(client, port, served_model, tmp_path,
             closed.append(True)
 
     expected = {**dict.fromkeys(model.state_dict(), 1), "one.more": 1} if fault == "missing name" else None
-    if fault == "directory":
-        client = VLLMServerClient("127.0.0.1", port, client.tokenizer, sync_dir=str(tmp_path / "not" / "there"))
     with pytest.raises((ServerError, RuntimeError)):
         client.update_weights(weights(), "v-failed", expected)
-    assert closed or fault == "directory"
+    assert closed
     assert client.score(ids) == pytest.approx(before, abs=1e-6)
     assert client.weight_version() != "v-failed"
     assert not requests.get(f"{client.base_url}/is_paused").json()["is_paused"]
@@ -347,8 +299,6 @@ def test_unset_sampling_fields_do_not_take_the_models_own(client):
 
     async def many(params):
         return await asyncio.gather(*(client.generate(prompt, 24, params) for _ in range(12)))
-
-    from mt_grpo.base.event_loop import run_async
 
     sampled = run_async(many({"temperature": 1.5}))
     assert len({tuple(g.token_ids) for g in sampled}) > 3
@@ -399,26 +349,6 @@ def test_chat_for_people(client):
     assert answers[0]["text"].startswith('<tool>{"name": "calculator"')
     assert len(answers[0]["token_ids"]) == len(answers[0]["logprobs"]) > 10
     assert client.tokenizer.decode(answers[0]["token_ids"], skip_special_tokens=True) == answers[0]["text"]
-
-
-def test_a_server_that_lost_its_weights_is_synced_again(port, client, served_model, tmp_path):
-    """A restarted server holds its first weights and another version: its rollouts are thrown away and made again."""
-    trainer = make_trainer(port, served_model, tmp_path, max_steps=2)
-    original, attempts = trainer._start_rollouts, []
-
-    def set_off(prompts, which):
-        attempts.append(len(which))
-        flight = original(prompts, which)
-        if len(attempts) == 2:
-            client.request("POST", "/update_weight_version", json={"new_version": "default"})
-        return flight
-
-    trainer._start_rollouts = set_off
-    trainer.train()
-    assert attempts == [16, 16, 16] and trainer.state.global_step == 2
-    rows = [row for row in trainer.state.log_history if "rollout/restarted" in row]
-    assert [row["rollout/restarted"] for row in rows] == [0, 16]
-    assert trainer.weight_sync.num_syncs == 3
 
 
 @pytest.fixture

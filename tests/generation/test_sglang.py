@@ -45,10 +45,6 @@ RECIPE = ROOT / "hf_recipes/tiny/calculator-sglang.yaml"
 ANSWERS = json.loads(Path(__file__).with_name("sglang_answers.json").read_text(encoding="utf-8"))  # of SGLang 0.5.23
 PYTHON = os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
 
-# =====================================================================================================================
-# Requests and answers
-# =====================================================================================================================
-
 
 def ask(prompt, **payload):
     return SGLang().ask_for_sample({"prompt": prompt, "max_tokens": 8, **payload}, 400)
@@ -188,11 +184,6 @@ def test_images_are_sent_once_and_what_their_tokens_score_is_looked_up(tmp_path)
     assert question.read({"meta_info": meta, "prompt_token_ids": read}) == [*[-k / 4 for k in range(2 * n)], -0.5]
     with pytest.raises(BadAnswer, match="The prompt has 2 images: .*SGLANG_MM_AVOID_RETOKENIZE=1"):
         question.read({"meta_info": meta, "prompt_token_ids": read[:-1]})
-
-
-# =====================================================================================================================
-# Servers that are something else, by recorded answers
-# =====================================================================================================================
 
 
 class Recorded(FaultProxy):
@@ -374,10 +365,6 @@ def test_weights_have_the_names_of_a_checkpoints_files(tmp_path_factory, folder_
         assert {name: tensor.nbytes for name, tensor in sent.items()} == weights.expected
         assert all(torch.equal(sent[name].detach(), tensor) for name, tensor in kept.items())
 
-
-# =====================================================================================================================
-# A real server
-# =====================================================================================================================
 
 real = [
     pytest.mark.slow,

@@ -698,49 +698,29 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
-def test_groups_in_flight_end_with_their_epoch(server, tmp_path, late_groups):
-    """Two epochs of three batches and a step: each epoch trains each prompt once, the last step leaves none."""
-    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, prompts=6, late_groups=late_groups)
-    trainer.train()
-    trained = prompts_of(trainer)
-    assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [6, 6]
-    assert len(set(trained[6])) == 2 and not trainer.in_flight.groups
-    assert {r.policy_version for r in trainer.batches[3]} == {4}  # the next epoch's are asked for when it begins
-    assert late_groups == "admit" or trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    "per_batch, begun, step, later",
-    [(1, 3, 3, [{}, {"late_groups": "wait"}, {"late_groups": "wait", "max_staleness": 0}]), (2, 4, 7, [{}])],
-    ids=["between batches", "in a batch"],
-)
-def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, begun, step, later):
+def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path):
     """Stopped after three batches and resumed, it trains every prompt of the epoch once, the slow ones too."""
 
     class Stopped(Watched):
         def training_step(self, *args, **kwargs):
-            if len(self.batches) == begun and self.state.global_step == step:
+            if len(self.batches) == self.state.global_step == 3:
                 self._stop_signal = signal.SIGTERM
                 self._stop_if_asked()
             return super().training_step(*args, **kwargs)
 
     def make(**changes):
-        values = dict(max_staleness=2, late_groups="admit", num_iterations=per_batch, prompts=16)
         tool = slow_calculator(lambda text: 4.0 * (int(text.partition("*")[0]) in range(11, 31, 4)))
-        return make_trainer(server.port, tmp_path, tool, max_steps=8 * per_batch, **{**values, **changes})
+        values = dict(max_staleness=2, late_groups="admit", prompts=16, max_steps=8)
+        return make_trainer(server.port, tmp_path, tool, **{**values, **changes})
 
     stopped = make(trainer_class=Stopped)
     with stopped.stop_on_signals(), pytest.raises(RunStopped):
         stopped.train()
-    whole = prompts_of(stopped)[:3]
-    said = stopped.save_where_it_stopped()
-    checkpoint = tmp_path / f"checkpoint-{step}"
-    assert str(checkpoint) in said
+    whole, checkpoint = prompts_of(stopped), tmp_path / "checkpoint-3"
+    assert str(checkpoint) in stopped.save_where_it_stopped()
     state = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
     assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6 > 0
-    for changes in later:
+    for changes in ({}, {"late_groups": "wait"}, {"late_groups": "wait", "max_staleness": 0}):
         resumed = make(**changes)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]

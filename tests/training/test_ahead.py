@@ -64,11 +64,6 @@ def run_to_its_stop(trainer, checkpoint=None):
     return said.rpartition(" ")[2]
 
 
-# =====================================================================================================================
-# Several passes, several epochs, several stops
-# =====================================================================================================================
-
-
 @needs_vllm
 def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):
     """`admit`, two passes to a batch, two epochs of four batches: each prompt of an epoch is trained in two passes.
@@ -197,11 +192,6 @@ def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_
     assert not trainer.set_off
 
 
-# =====================================================================================================================
-# Evaluations and signals
-# =====================================================================================================================
-
-
 @needs_vllm
 @pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
 def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):
@@ -232,7 +222,7 @@ def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):
 
 
 @needs_vllm
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+@pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
 def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path, late_groups):
     """What was begun of it is given up, and the next epoch is trained as a whole. Each has four batches."""
 

@@ -95,9 +95,6 @@ def test_a_share_below_the_threshold_is_no_trouble():
     assert troubles({**facts, "weights/stuck": 0.49}) == troubles({**facts, "weights/stuck": None}) == []
 
 
-# --- against a bf16 server -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def port(tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "vllm.log"

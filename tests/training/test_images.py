@@ -62,9 +62,6 @@ def tokenizer(folder):
     return vision_model.reading(folder)
 
 
-# -- ids --
-
-
 def test_an_id_is_of_the_pixels_and_the_size(tokenizer):
     read = tokenizer.pictures.read
     one, same, turned = (
@@ -109,9 +106,6 @@ def test_a_picture_stands_in_a_record_whole_or_not_at_all(tokenizer):
     assert rows.tolist() == [with_placeholders(ids), [5, 6, 7, *4 * [pad], *8 * [0]]] and found["num_images"] == [3, 1]
     assert torch.equal(found["pixel_values"], torch.cat([p.features["pixel_values"] for p in (one, two, two, one)]))
     assert found["mm_token_type_ids"].sum(1).tolist() == [12, 4] and inputs_of_rows(torch.ones(2, 3))[1] == {}
-
-
-# -- what is read --
 
 
 def test_where_a_picture_comes_from(tokenizer, tmp_path):
@@ -230,9 +224,6 @@ def test_what_a_tool_returns(tokenizer):
         as_result(image)
 
 
-# -- ids of texts --
-
-
 def test_ids_are_those_of_the_chat_template_with_a_placeholder_for_each_token(folder, tokenizer):
     """Over random conversations; and the text of ids is the text that they were made from."""
     plain, rng = AutoTokenizer.from_pretrained(folder), random.Random(0)
@@ -279,9 +270,6 @@ def test_a_placeholder_that_somebody_writes_is_no_picture(tokenizer):
     picture = tokenizer.pictures.read(vision_model.picture(6), "")
     with pytest.raises(ValueError, match="'<|image_pad|>' without an image"):
         tokenizer(f"<|image_pad|> {mark_of(picture)}")
-
-
-# -- what reaches the loss --
 
 
 def random_examples(rng, shown, pad):

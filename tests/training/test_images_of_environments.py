@@ -25,7 +25,6 @@ from mt_grpo.images.pictures import (
     pictures_in,
     readable,
     runs_of,
-    with_marks_of,
 )
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.recipe.plugins import load_tools
@@ -108,9 +107,6 @@ def text(words):
 PLACE_PART = {"type": "image"}
 
 
-# -- reset --
-
-
 @pytest.mark.parametrize(
     "said, row, expected",
     [
@@ -173,9 +169,6 @@ def test_rollouts_of_a_group_share_no_list_of_pictures(tokenizer):
     found = env.generate([ASKED, ASKED], Scripted([script, script]), rows=[row, row])["rollouts"]
     own = [{picture.name for picture in rollout.pictures} for rollout in found]
     assert [len(names) for names in own] == [2, 2] and len(own[0] & own[1]) == 1
-
-
-# -- replies --
 
 
 def test_messages_behind_a_turn(tokenizer, ids_of):
@@ -309,13 +302,6 @@ def test_what_looks_like_a_mark_is_none(way, tokenizer):
     assert "\ufdd0" not in words and "\ufdd1" not in words
 
 
-def test_which_marks_stay(tokenizer):
-    one, two = vision_model.read(tokenizer, 1, 2)
-    said = f"a{mark_of(one)}b{mark_of(two)}\ufdd0c"
-    assert with_marks_of(said, [one]) == f"a{mark_of(one)}b" and with_marks_of("plain", []) == "plain"
-    assert with_marks_of(mark_of(one)[:8] + mark_of(two) + mark_of(one)[8:], [one, two]).count("\ufdd1") == 1
-
-
 def test_images_are_read_in_the_environments_thread(tokenizer):
     """No conversation waits for it in the event loop."""
     replies = [
@@ -325,9 +311,6 @@ def test_images_are_read_in_the_environments_thread(tokenizer):
     with vision_model.read_off_the_loop(tokenizer, at_least=4):
         rollout, _ = play(tokenizer, game([image(10), "."], replies), [MOVE, MOVE, ANSWER])
     assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.pictures) == 4
-
-
-# -- bad inputs, and models of text --
 
 
 @pytest.mark.parametrize("way", ["reset", "messages", "history"])
@@ -363,9 +346,6 @@ def test_a_place_in_a_reply_is_refused(tokenizer):
             read_reply(Reply(messages=[content]), "E", SaidPictures(tokenizer, []))
     with pytest.raises(EnvironmentFailure, match="reset has an image"):
         joined(ASKED, image(1))
-
-
-# -- budgets --
 
 
 def test_an_image_counts_as_read(tokenizer, ids_of):
@@ -406,8 +386,6 @@ def test_an_image_that_does_not_fit_takes_no_other_with_it(tokenizer, ids_of):
     pixels = tokenizer.pictures.read(image(1), "").features["pixel_values"]
     assert torch.equal(shown["pixel_values"], pixels)
 
-
-# -- tools in processes --
 
 IN_PROCESSES = """
 import base64, io, random
@@ -468,9 +446,6 @@ def test_images_of_tools_in_processes_are_those_of_threads(tmp_path, tokenizer, 
         assert all(text.startswith("Error: the tool returned") for text in told)
 
 
-# -- random conversations --
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_random_conversations(seed, tokenizer, ids_of):
     """Records are what was read and sampled, and each picture stands whole, in the order in which it was said."""
@@ -507,9 +482,6 @@ def test_random_conversations(seed, tokenizer, ids_of):
         assert not set(ids) & set(tokenizer.pictures.unsampled)
     sampled = [ids_of(MOVE)] * 5 + [ids_of(ANSWER)]
     assert [turn.token_ids for turn in rollout.turns] == sampled
-
-
-# -- the loss --
 
 
 class Zoo:

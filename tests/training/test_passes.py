@@ -20,7 +20,6 @@ from mt_grpo.training.passes import (
     Pass,
     TrainedRow,
     balance,
-    dummy_row,
     fill,
     fill_together,
     into_passes,
@@ -31,7 +30,6 @@ from mt_grpo.training.passes import (
     rows_that_share,
     to_pass,
     trained_row,
-    units_of,
     weighed,
     without_sync,
 )
@@ -129,9 +127,6 @@ def test_a_step_has_trls_gradient_in_bf16(random_model, tmp_path):
     assert (expected.float() - found.float()).norm() < 0.02 * expected.float().norm()
 
 
-# -- no pass before the step --
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_the_losss_own_pass_says_what_a_pass_before_it_said(random_model, tmp_path, mode, beta):
@@ -164,9 +159,6 @@ def test_the_pass_before_the_step_stays_with(random_model, tmp_path, settings):
     assert records_batch.train(random_model, tmp_path, ratios=records_batch.Near, **settings)["passes"] == 1
 
 
-# -- what a pass counts, by hand --
-
-
 def row(prompt, completion, trained):
     """Masks as TRL pads them, to three prompt tokens and four of the completion."""
     return {
@@ -197,22 +189,6 @@ def passes_of(loss_type, training=True, layout="padded"):
         ), [micro_batch],
     )  # fmt: skip
     return found[PASSES]
-
-
-def test_a_row_that_fills_up_a_pass_trains_nothing():
-    """Of another rank's row it has the prompt's last token, and zeros: no loss, no advantage, no logprob."""
-    values = {
-        "prompt_ids": torch.tensor([7, 8, 9]), "prompt_mask": torch.ones(3, dtype=torch.long),
-        "completion_ids": torch.tensor([5, 6]), "completion_mask": torch.ones(2, dtype=torch.long),
-        "tool_mask": torch.ones(2, dtype=torch.long), "advantages": torch.tensor([0.5, 0.25]),
-        "importance_sampling_ratio": torch.tensor([0.9, 0.8]), "old_per_token_logps": torch.tensor([-1.0, -2.0]),
-    }  # fmt: skip
-    filler = dummy_row(TrainedRow([7, 8, 9], [5, 6], [True, True], values))
-    assert {key: value.tolist() for key, value in filler.values.items()} == {
-        "prompt_ids": [9], "prompt_mask": [1], "completion_ids": [0], "completion_mask": [0], "tool_mask": [0],
-        "advantages": [0.0], "importance_sampling_ratio": [1.0], "old_per_token_logps": [0.0],
-    }  # fmt: skip
-    assert filler.num_trained == 0
 
 
 def test_passes_have_no_column_that_is_padding():
@@ -289,9 +265,6 @@ def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
     assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
 
 
-# -- which rows there are, and which go together, by hand --
-
-
 def rows_with(*lengths, prompt=None, trained=99):
     """A row per number of completion tokens, at most `trained` of which are. Its prompt is one token, or `prompt`."""
     return [TrainedRow(prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
@@ -331,17 +304,6 @@ def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
     assert {value.dtype for value in one.values.values()} == {torch.long}
     trainer.batch = None
     assert [each.trained for each in rows_of_ids(trainer, ids, mask, 3)] == [[True] * 2, [True] * 3]
-
-
-def test_what_stays_together():
-    group, other = rows_with(1, 3, 2, prompt=[7] * 3), rows_with(4)
-    assert numbers(units_of(group + other, 9, False)) == [[1], [3], [2], [4]]
-    assert numbers(units_of(other + group, 2 + 6, True)) == [[4], [3, 2, 1]]
-    assert numbers(units_of(group + other, 2 + 5, True)) == [[3, 2], [1], [4]]
-    assert numbers(units_of(group + other, 1, True)) == [[3], [2], [1], [4]]
-    for each in group[:1] + other:
-        each.group = 5
-    assert numbers(units_of(group + other, 9, True)) == [[4, 1], [3, 2]]
 
 
 def test_passes_are_filled_longest_first():
@@ -411,9 +373,6 @@ def test_ranks_exchange_gradients_once(monkeypatch, is_deepspeed, each_batch, la
     finally:
         accelerator.gradient_state._set_sync_gradients(True)
     assert seen == (["model"] if last_of_its_accumulation and not (is_deepspeed or each_batch) else [])
-
-
-# -- two ranks --
 
 
 def on_two_ranks(monkeypatch, function):

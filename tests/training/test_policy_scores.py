@@ -310,9 +310,6 @@ def test_a_reward_that_raises_beside_one_that_asks_is_named_with_its_row():
         scored([asks, breaks], columns=["colour"], policy=object())
 
 
-# --- information gain ------------------------------------------------------------------------------------------------
-
-
 class Told:
     """A policy that knows the answer to the degree that its context holds 100 (0.9), else 101 (0.5), else 0.1."""
 
@@ -377,11 +374,6 @@ def test_the_best_answer_before_and_after_is_what_gains():
     assert gain.information_gain_reward_func([turns], **given) == [
         [pytest.approx(0.0), pytest.approx(0.1 * math.log(0.9 / 0.2)), pytest.approx(0.0)]
     ]
-
-
-def test_an_answer_of_no_words_is_in_no_call():
-    assert not gain._begs(Turn([9], None, "", "stop", [ToolCall("search", {})]), ["+"])
-    assert gain._begs(searched("is it PARIS", "", 100), ["+", "Paris"])
 
 
 def test_a_passage_gains_once():

@@ -25,9 +25,6 @@ CLOSE = 1e-5  # of a gradient's largest entry, in float32
 pytestmark = pytest.mark.differs  # contexts here are made up: their ids are not those of their messages
 
 
-# -- histories that were cut, not changed: nothing else may change either --
-
-
 @pytest.mark.contract("edited histories")
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
 @pytest.mark.parametrize("layout", batch.LAYOUTS)
@@ -107,9 +104,6 @@ def test_the_table_of_completions_is_per_rollout(random_model, tmp_path):
     pandas.testing.assert_frame_equal(*tables)
 
 
-# -- a batch by itself, as rank 1 of 2 sees it --
-
-
 def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
     """The first rollout has two records, the second one was cut off. Rank 0 has three further records."""
 
@@ -177,9 +171,6 @@ def test_what_ranks_agree_on(monkeypatch):
     assert compare_ranks([rollout()], args, 7)[0] == 0
     with pytest.raises(RunError, match="^use_adaptive_entropy=True compares the tokens of a whole batch"):
         compare_ranks([cut], args, 7)
-
-
-# -- histories that were edited: values written by hand --
 
 
 def ids_of(tokenizer, text):
@@ -370,9 +361,6 @@ def test_the_loss_of_a_router_counts_once(random_model, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
-# -- rollouts whose environment failed --
-
-
 def seen(completions, log_extra, **kwargs):
     log_extra("seen", golden.rollout_numbers(completions))
     return [None] * len(completions)
@@ -426,16 +414,6 @@ def test_a_failed_rollout_is_in_nobodys_statistics_without_outcomes(random_model
     log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
     expected = [0.875 * 2 / 3, -0.875 / 3, 0.0, -0.875 / 3, 0.0, 0.0, 0.0, 0.0]
     assert [row["turn_advantages"][0] for row in log] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_batch_of_failed_rollouts_ends_the_run(random_model, tmp_path):
-    trainer = batch.make_trainer(random_model, tmp_path, at_once=range(8))
-    with pytest.raises(RunError, match="in all 8 rollouts of step 0. .*ConnectionError: no database for rollout 0"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
-# -- two ranks --
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,17 @@ def test_what_a_step_asks_for_and_trains(random_model, tmp_path):
     assert column(trainer, "epoch")[:5] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])  # TRL's: of its batches
 
 
-def test_what_is_dropped_is_logged_and_counted(random_model, tmp_path):
-    trainer = make(random_model, tmp_path, max_steps=1)
+def test_what_is_dropped_is_logged_counted_and_closed(random_model, tmp_path):
+    trainer, closed = make(random_model, tmp_path, max_steps=1), []
+    close = trainer.env.close
+
+    def noted(rollouts=None):
+        closed.append([rollout.row["number"] for rollout in rollouts or []])
+        return close(rollouts)
+
+    trainer.env.close = noted
     trainer.train()
+    assert [each for each in closed if each] == [[1, 1], [2, 2], [3, 3], [0, 0, 4, 4]]
     rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
     number = [int(re.search(r"\d+", row["messages"][0]["content"])[0]) for row in rows]
     assert [row["mode"] for row in rows] == ["dropped"] * 6 + ["train"] * 4
@@ -58,19 +66,6 @@ def test_what_is_dropped_is_logged_and_counted(random_model, tmp_path):
     assert list(table["extra"]["said"]) == [f"<answer>{n} {i}</answer>" for n in (0, 4) for i in (0, 1)]
     assert list(table["extra"]["first"]) == ["<answer>0 0</answer>", "<answer>0 1</answer>", None, None]
     assert [prompt[0]["content"] for prompt in table["prompt"]] == [f"What is {n}?" for n in (0, 0, 4, 4)]
-
-
-def test_what_is_dropped_is_closed(random_model, tmp_path):
-    trainer = make(random_model, tmp_path, max_steps=1)
-    closed, close = [], trainer.env.close
-
-    def noted(rollouts=None):
-        closed.append([rollout.row["number"] for rollout in rollouts or []])
-        return close(rollouts)
-
-    trainer.env.close = noted
-    trainer.train()
-    assert [each for each in closed if each] == [[1, 1], [2, 2], [3, 3], [0, 0, 4, 4]]
 
 
 def test_a_batch_that_has_no_signal_is_trained_as_it_is(random_model, tmp_path, caplog):

@@ -47,17 +47,6 @@ def scored(*funcs, timeout=60.0, **columns):
     return run_rewards(list(funcs), COLUMNS | columns, timeout)
 
 
-def test_they_run_in_the_main_thread_with_live_environments():
-    where = []
-
-    def reward(environments, **kwargs):
-        where.append((threading.current_thread(), *environments))
-        return [1.0, 2.0]
-
-    assert scored(reward) == [[1.0, 2.0]]
-    assert where == [(threading.main_thread(), *COLUMNS["environments"])]
-
-
 def test_math_verify_reads_what_it_reads_in_the_main_thread():
     """Its time limits are SIGALRM: in another thread it reads nothing, and says nothing."""
     math_verify = pytest.importorskip("math_verify")
@@ -281,9 +270,6 @@ def test_a_hidden_async_reward_has_the_same_limit():
         scored(hidden, timeout=0.2)
 
 
-# -- what may be a reward, and how it is called --
-
-
 def length(completions, target, **kwargs):
     return [-abs(len(text) - target) for text in completions]
 
@@ -338,13 +324,10 @@ def test_the_main_outcome_is_the_one_that_counts_most_also_against():
     assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
 
 
-@pytest.mark.parametrize("reward", [torch.nn.Linear(1, 1), "reward-model", None])
-def test_what_is_no_reward_is_refused(reward):
-    with pytest.raises(ValueError, match="A reward must be a function"):
-        check_rewards([], [reward])
-
-
-def test_the_same_reward_twice_is_refused():
+def test_what_is_no_reward_and_the_same_reward_twice_are_refused():
+    for reward in (torch.nn.Linear(1, 1), "reward-model", None):
+        with pytest.raises(ValueError, match="A reward must be a function"):
+            check_rewards([], [reward])
     with pytest.raises(ValueError, match="OUTCOME_REWARD_FUNCS lists judged twice"):
         check_rewards([judged], [judged, length, judged])
     check_rewards([judged], [judged])  # of two kinds

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import traceback
 
 import pytest
 from test_rows import written
@@ -10,7 +9,6 @@ from test_trainer import settings
 
 from mt_grpo.base.errors import RunError
 from mt_grpo.recipe.data import load_rows
-from mt_grpo.run.trainer import train_or_save
 from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -83,19 +81,6 @@ def test_the_line_is_of_the_rewards_own_file_and_the_row_of_the_data(rewards, tm
     assert said.endswith('It raises this for rollout 2 alone, whose row is {"answer": {"text": "z"}}')
 
 
-def test_an_error_without_a_text_is_named_once():
-    """Of a sentence with a dot no second one follows."""
-
-    def empty(completions, **kwargs):
-        raise TimeoutError
-
-    def ends(completions, **kwargs):
-        raise ValueError("It is down.")
-
-    assert error_of(empty, ["a"]).startswith("Reward empty raised TimeoutError (")
-    assert error_of(ends, ["a"]).startswith("Reward ends raised ValueError: It is down (")
-
-
 @pytest.mark.parametrize(
     "name, answers, place, rollout",
     [
@@ -129,11 +114,6 @@ def test_the_search_logs_nothing_and_has_an_end(rewards, monkeypatch):
     assert rewards.calls == [3, 1]
 
 
-def test_a_long_row_is_cut(rewards):
-    said = error_of(rewards.by_key, [{"text": "z" * 1000}])
-    assert said.endswith('whose row is {"answer": {"text": "' + "z" * 279 + "...")
-
-
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_a_run_names_the_number_of_the_row(random_model, tmp_path, rewards, evaluates):
     """In the data as it was given, whatever order the batch has; a rollout without a reward shifts nothing."""
@@ -155,18 +135,3 @@ def test_a_run_names_the_number_of_the_row(random_model, tmp_path, rewards, eval
     row = rf"\(row 5 of the {kind} data, counted from 0\)"
     with pytest.raises(RunError, match=rf"line 5\).*for rollout \d+ alone, whose row is .*five.* {row}"):
         trainer.evaluate() if evaluates else trainer.train()
-
-
-def test_a_run_shows_where_a_reward_raised_and_not_how_it_ended(random_model, tmp_path, rewards, caplog, capsys):
-    """The traceback of the first error alone. The line with row and file stands below it."""
-    args = settings(tmp_path / "out", per_device_train_batch_size=4, num_generations=2)
-    trainer = MTGRPOEnvTrainer(
-        random_model, MultiTurnToolEnv([], None), [], [rewards.by_key], args=MTGRPOConfig(**args),
-        train_dataset=load_rows(written(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": {"b": 1}}] * 4), "train"),
-    )  # fmt: skip
-    with pytest.raises(SystemExit, match="error: Rewards failed at step 0: .*KeyError: 'value'.*counted from 0"):
-        train_or_save(trainer)
-    (record,) = [each for each in caplog.records if each.message == "training stopped"]
-    shown = "".join(traceback.format_exception(*record.exc_info))
-    assert shown.rstrip().endswith("KeyError: 'value'") and "my_rewards.py" in shown
-    assert "training_step" not in shown and "direct cause" not in shown

@@ -178,26 +178,6 @@ def test_an_adapter_or_an_attention_that_cannot_share_says_why():
     assert "its attention is 'eager'" in why_not_in_model(model)
 
 
-# -- layouts written by hand --
-
-
-def test_a_row_of_two_prompts():
-    """Prompts 7 8 9 and 5; what follows a completion's last wanted token is not computed."""
-    row = SharedRow(
-        {0: Example([7, 8, 9], [1, 2], [1, 1]), 2: Example([5], [3, 4, 6], [1, 0, 0]),
-         3: Example([7, 8, 9], [6, 6, 6], [0, 1, 0]), 1: Example([7, 8, 9], [2], [0])}, (4, 3),
-    )  # fmt: skip
-    assert row.input_ids.tolist() == [[7, 8, 9, 1, 6, 5]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 3, 0]]
-    assert (row.sizes, row.reads) == ([3, 1, 1, 1], [(0,), (0, 1), (0, 2), (3,)])
-    assert (row.scored.tolist(), row.labels.tolist()) == ([2, 3, 5, 4], [[1, 2, 3, 6]])
-    spread = row.spread(torch.tensor([[-1.0, -2.0, -3.0, -4.0]]))
-    assert spread.tolist() == [[-1, -2, 0], [0, 0, 0], [-3, 0, 0], [0, -4, 0]]
-    hidden = float("-inf")
-    assert row.mask(2, 3, torch.zeros(1)).tolist() == [[0, 0, hidden], [0, 0, 0]]
-    assert row.mask(1, 4, torch.zeros(1)) is None
-
-
 def test_what_records_begin_with_stands_once():
     """A system prompt of two groups, and a history that was edited behind its first turn.
 
@@ -262,9 +242,6 @@ def test_a_row_in_which_nothing_is_wanted_has_one_token():
     row = SharedRow({1: Example([4, 5], [6], [0])}, (2, 2))
     assert (row.input_ids.tolist(), row.position_ids.tolist(), row.labels.tolist()) == ([[5]], [[0]], [[-100]])
     assert row.spread(torch.tensor([[9.0]])).tolist() == [[0, 0], [0, 0]]
-
-
-# -- the kernel of GPUs, by what it is said to do --
 
 
 def test_a_kernel_for_sequences_reads_what_sdpa_reads():
