@@ -49,8 +49,7 @@ if (($#)); then
     exit
 fi
 
-# Tests against servers wait for much of their time. So six groups run side by side, each about as long as another one, and
-# those in the background print when all are over. A group leaves out what a group before it has; the last has the rest.
+# Six groups run side by side. Each leaves out what those before it have; the last one, in the foreground, has the rest.
 groups=(
     "tests/run/test_faults.py tests/training/test_ahead.py tests/integrations/test_agents.py tests/integrations/test_mcp.py"
     "tests/generation"

@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1331,
-    "core": 15663,
-    "core modules": 62,
-    "modules that the script imports": 29,
-    "script and package": 23470,
-    "scripts": 10777,
-    "tools and rewards": 3171,
-    "tests": 45949,
+    "script": 1299,
+    "core": 15139,
+    "core modules": 60,
+    "modules that the script imports": 25,
+    "script and package": 22946,
+    "scripts": 10000,
+    "tools and rewards": 2939,
+    "tests": 42279,
     "docs": 5683,
     "recipes": 2981,
-    "root": 434,
+    "root": 433,
     "results, bytes": 108147,
     "data, bytes": 2181236,
     "own recipe keys": 60,
-    "fmt: skip and fmt: off": 630,
-    "public names without a docstring": 46,
+    "fmt: skip and fmt: off": 590,
+    "public names without a docstring": 45,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.
