@@ -62,7 +62,7 @@ def visible_gpus() -> list[str]:
 def data_parallel_size() -> int:
     """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
 
-    Raises `ValueError` for what is no number, and for --tensor-parallel-size, whose GPUs would not be counted: VLLM_TP.
+    Raises `ValueError` for what is no number, and for --tensor-parallel-size, whose GPUs would not be counted.
     """
     text = os.environ.get("VLLM_ARGS", "")
     if re.search(r"(^|\s)(--tensor[-_]parallel[-_]size|--tp-size|--tp|-tp)\b", text):
