@@ -26,14 +26,14 @@ CEILINGS = {
     "script and package": 22946,
     "scripts": 10000,
     "tools and rewards": 2939,
-    "tests": 42279,
+    "tests": 42396,
     "docs": 5683,
     "recipes": 2981,
     "root": 433,
     "results, bytes": 108147,
     "data, bytes": 2181236,
     "own recipe keys": 60,
-    "fmt: skip and fmt: off": 590,
+    "fmt: skip and fmt: off": 591,
     "public names without a docstring": 45,
 }
 

@@ -1,8 +1,10 @@
 """Prompts of a batch: each is rendered once, and is what a rendering of its own gives."""
 
 import copy
+import gc
 import json
 import random
+import weakref
 
 import pytest
 from scripted import CHATML_TOKENIZER, Scripted, add, call, echo, make_tokenizer
@@ -158,3 +160,13 @@ def test_rollouts_share_nothing_that_can_be_changed(environment):
     late.rendered = rollouts[0].rendered
     env.step([late], Scripted([[call("look")]]))
     assert late.prompt_ids == rollouts[0].prompt_ids[:-1]
+
+
+def test_the_cache_goes_with_its_batch():
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Board)
+    rollouts, _ = play(env, [{"prompt": [{"role": "user", "content": "A"}]}] * 2)
+    cache = weakref.ref(rollouts[0].rendered)
+    assert rollouts[1].rendered is cache()
+    del rollouts
+    gc.collect()
+    assert cache() is None

@@ -9,13 +9,15 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import alive, ends
-from scripted import ADD, ANSWER, call, observe, run_many
+from scripted import ADD, ANSWER, call, make_env, observe, run_many
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.tools.running import ToolsUnavailable
+from mt_grpo.recipe.checks import check_isolated
 from mt_grpo.recipe.plugins import load_tools, module_name
 
 
@@ -307,3 +309,10 @@ def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, ca
     with pytest.raises(ToolsUnavailable, match="the tool's process ended with exit code 1. See above"):
         run_many(isolated, [[call("leave", how="os._exit"), ADD, ANSWER]])
     assert "No module named 'nowhere'" in capfd.readouterr().err
+
+
+def test_isolate_tools_needs_tools_that_were_loaded_so(isolated):
+    args = SimpleNamespace(isolate_tools=True)
+    check_isolated(args, make_env(isolated))
+    with pytest.raises(ValueError, match="isolate_tools: the tools run in threads"):
+        check_isolated(args, make_env([isolated[0].__wrapped__]))

@@ -228,6 +228,9 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, monkeypa
     monkeypatch.chdir(ROOT)
     args = mt.parse_arguments(["--config", recipe(tmp_path / "x", "out")])[1]
     check_processes(args)
+    with monkeypatch.context() as mixed, pytest.raises(ValueError, match="bf16: false, and accelerate .* bf16, which"):
+        mixed.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        check_processes(args)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were launched.* counts 1"):
         check_processes(args)

@@ -742,6 +742,8 @@ NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, f
         (step_by(lambda *_: "text"), "step returned 'text', expected"),
         (gives(response_loss_mask=[1]), "without response_token_ids"),
         (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} after"),
+        (gives(response_token_ids=[[1]]), r"response_token_ids has \[1\]"),
+        (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
         (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
         (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
         (changing(lambda r: setattr(r, "tools", [BAD_TOOL])), "got 5 at type"),

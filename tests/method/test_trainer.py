@@ -861,3 +861,14 @@ def test_samples_do_not_depend_on_the_models_own_generation_config(random_model,
             assert sampled() == expected, key
             assert {name: getattr(config, name) for name in changes} == changes
             vars(config).update(before)
+
+
+def test_gigpo_says_what_it_amounts_to_without_state_keys(random_model, tmp_path, caplog):
+    make_trainer(random_model, tmp_path, credit_assignment="gigpo")
+    assert "without state keys" in caplog.text and "turn_return" in caplog.text
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_refused(random_model, tmp_path):
+    prompt = [{"role": "user", "content": "x" * 9000}]
+    with pytest.raises(ValueError, match="the longest prompt has 9.* tokens, and the model reads 8192"):
+        make_trainer(random_model, tmp_path, prompts=[prompt] * 6)

@@ -491,6 +491,10 @@ def test_refused_keys(parse):
     ({"lora_r": 8}, "lora_r=8 has no effect without use_peft"),
     ({"use_dora": True}, "use_dora=True has no effect without use_peft"),
     ({"max_staleness": 2}, "max_staleness=2 has no effect without a server"),
+    ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
+    ({"optim": "adalomo"}, "steps inside each backward pass"),
+    ({"optim": "schedule_free_adamw", "use_vllm": True, "vllm_mode": "server", "eval_strategy": "epoch"}, "averages"),
+    ({"accelerator_config": {"split_batches": True}}, "some prompts would never be trained"),
     ({"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size"),
 ])  # fmt: skip
 def test_settings_that_would_train_something_else(changes, words, parse):
@@ -596,6 +600,7 @@ def build(random_model, tmp_path, no_weights):
         ({"save_steps": 0}, "^save_steps=0, expected"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
         ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .* is dict, expected"),
+        ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* is read before"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
         ({"tools_script": ...}, "tools_script is not set"),
@@ -689,6 +694,7 @@ def test_bad_command_line(flags, message, build):
         ("- max_steps\n", "holds list, expected lines of `key: value`"),
         ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set twice, again on line 3"),
         ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected"),
+        ("beta: !!python/object/apply:os.getpid []\n", "could not determine a constructor"),  # no code runs
     ],
 )
 def test_bad_recipe(text, message, tmp_path):
@@ -768,6 +774,9 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a function.*, got 3"),
+        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .*plugin.py' is empty"),
+        ("tools_script", TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
+        ("reward_fn", "import sys\nsys.exit()", "reward_fn: .*ends the program when it is imported"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
         ("reward_fn", "def right(completions, **kwargs): pass", "defines neither TURN_REWARD_FUNCS nor OUTCOME_"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
@@ -909,6 +918,7 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
             "'rows.jsonl' has no split 'validation', only train and test",
         ),  # else all rows
         ("arithmetic", "tset", None, "'arithmetic' has no split 'tset'"),  # else of train
+        ("chain", "train", 10**9, "dataset_size=1000000000: chain has 1000000 rows at most"),  # else without an end
     ],
 )
 def test_splits_that_are_not_there(name, split, size, message):

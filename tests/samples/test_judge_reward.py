@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import itertools
 import re
+import socket
 import threading
 import time
 from pathlib import Path
@@ -454,3 +455,13 @@ def test_both_rewards_through_the_trainer(judge, server):
         check_reward_values(
             values[not per_turn], name, [SimpleNamespace(turns=turns) for turns in rollouts], per_turn=per_turn
         )
+
+
+def test_no_proxy_stands_between(judge, server, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{taken.getsockname()[1]}")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        assert grade_calls(judge) == [0.7]

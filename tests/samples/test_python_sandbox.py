@@ -401,3 +401,28 @@ def test_as_a_tool_of_a_conversation():
         'Error: Traceback (most recent call last):\n  File "program.py", line 1, in <module>\n    [][0]\n    ~~^^^\n'
         "IndexError: list index out of range\n[exit code 1]"
     )
+
+
+@as_root
+def test_a_user_of_whom_a_zombie_is_left_is_not_given_out(loaded):
+    """It counts for the limit of processes of the next program, until it is waited for."""
+    users = loaded.Users(loaded.SANDBOX.folder)
+    user = users.take()
+    left = subprocess.Popen(["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sleep", "600"])
+    while not loaded.processes_of(user):
+        time.sleep(0.05)
+    left.kill()
+    users.give_back(user)
+    assert users.take() != user
+    left.wait()
+    assert users.take() == user
+
+
+@as_root
+def test_two_trainers_share_no_user(loaded):
+    one, two = loaded.Users(loaded.SANDBOX.folder), loaded.Users(loaded.SANDBOX.folder)
+    one._next = two._next = 900
+    numbers = [one.take(), two.take(), one.take()]
+    assert len(set(numbers)) == 3 and min(numbers) >= loaded.FIRST_USER + 900
+    two._next = loaded.USERS - 1
+    assert two.take() and loaded.FIRST_USER <= two.take() < loaded.FIRST_USER + 900  # it begins again

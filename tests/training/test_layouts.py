@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 from mt_grpo.base.errors import RunError
 from mt_grpo.training import layouts, shared_prompts
+from mt_grpo.training.layouts import dropout_of
 from mt_grpo.training.passes import PASSES
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -254,7 +255,7 @@ def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_
         trainer.train()
     assert 0 < trainer.layout.begun.num_tokens <= 400
     trainer.args.entropy_coef = 0.1
-    with pytest.raises(RunError, match="lower per_device_train_batch_size"):
+    with pytest.raises(RunError, match="Lower per_device_train_batch_size and raise gradient_accumulation_steps"):
         trainer.train()
 
 
@@ -282,3 +283,14 @@ def test_an_evaluation_is_read_in_passes_too(random_model, tmp_path):
         torch.manual_seed(5)
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and abs(losses[0]) > 1e-8
+
+
+def test_each_dropout_has_its_own_remedy(random_model):
+    model = AutoModelForCausalLM.from_pretrained(random_model)
+    assert dropout_of(model) is None
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    assert dropout_of(model) == (
+        "model.layers.1.self_attn", 0.1, "attention_dropout: 0.0 in the model's config.json"
+    )  # fmt: skip
+    model.model.layers[0].mlp.drop = torch.nn.Dropout(0.25)
+    assert dropout_of(model) == ("model.layers.0.mlp.drop", 0.25, "disable_dropout: true")

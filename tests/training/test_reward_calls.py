@@ -444,3 +444,25 @@ def test_a_reward_of_a_result_that_nothing_counts_is_told(caplog, monkeypatch):
         assert functions.names == names
         assert functions.score(batch, {}, 5.0, CPU) == expected
         assert sum("The tool pay returned the reward 0.5" in record.message for record in caplog.records) == told
+
+
+def test_an_alarm_that_a_reward_leaves_behind_ends_with_it():
+    """Its default action would end the process, steps later."""
+    before, (left, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)  # pytest's own limit
+
+    def reward(**kwargs):
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(1_000_000)
+        return [0.0, 0.0]
+
+    scored(reward)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] <= left and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends():
+    async def blocks(**kwargs):
+        time.sleep(0.7)
+        return [1.0, 1.0]
+
+    with pytest.raises(RuntimeError, match="Reward blocks took longer than reward_timeout=0.1 s"):
+        scored(blocks, timeout=0.1)
