@@ -276,7 +276,7 @@ def weights_of(version: str | None) -> str:
 
 
 def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]) -> list[dict[str, Any]]:
-    """What was said in these rollouts, and what they were given."""
+    """The messages, calls, answers, rewards and errors of rollouts, as `--show` has them."""
     return [
         {
             "messages": readable_messages([*rollout.prompt_messages[-1:], *rollout.messages]),

@@ -87,7 +87,7 @@ def update_copy() -> None:
 
 
 def meta_of(file: str) -> Path:
-    """Where mutmut keeps the results of a file."""
+    """The path at which mutmut keeps the results of a source file."""
     return COPY / "mutants" / f"{file}.meta"
 
 

@@ -135,7 +135,7 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
     for key in args.generation_kwargs or {}:
         if key not in CUTS or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
             raise ValueError(
-                f"generation_kwargs: {key!r} is a key of its own, is not known to the {backend} backend, or would "
+                f"generation_kwargs: {key!r} is set by another key, is not known to the {backend} backend, or would "
                 "sample from another distribution than the policy's. Remove it."
             )
 

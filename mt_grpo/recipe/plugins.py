@@ -74,7 +74,7 @@ def no_integrations() -> str:
 
 @functools.cache
 def integrations() -> tuple[Integration, ...]:
-    """Those of the table, then those of other packages. The first one that `runs` a recipe has its rollouts."""
+    """The table's integrations, then other packages'. The first one that `runs` a recipe has its rollouts."""
     group = "mt_grpo.integrations"
     ours = [] if no_integrations() else INTEGRATIONS.items()
     points = [importlib.metadata.EntryPoint(name, value, group) for name, value in ours]

@@ -259,7 +259,7 @@ def rate_of(task: str, method: str) -> float | None:
 
 
 def begin() -> None:
-    """Of a process that trains."""
+    """Prepare a worker process: it ends with its parent, and torch has one thread."""
     end_with_parent(signal.SIGKILL)
     import torch
 

@@ -123,7 +123,7 @@ def evaluated(model: str | Path, recipe: str | Path = RECIPE) -> dict[str, Any]:
 
 
 def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
-    """What is done in these conversations.
+    """The mean overlap of first queries with their questions, and the mean length of answers in words.
 
     Returns:
         `question_in_query`: of a conversation's first query, the share of the question's words that stand in it; None
@@ -238,7 +238,7 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def before() -> dict[str, Any]:
-    """Of the model as it comes, once."""
+    """Evaluate the model before any training, once."""
     path = RUNS / "before.json"
     if (found := result_in(path)) is None:
         RUNS.mkdir(parents=True, exist_ok=True)

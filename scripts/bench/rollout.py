@@ -120,7 +120,7 @@ def recorder(client: Any) -> Any:
 
 
 def engine(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
-    """As the trainer rolls out (`MTGRPOEnvTrainer._converse`)."""
+    """Run conversations as `MTGRPOEnvTrainer` does."""
     from mt_grpo.base.event_loop import gather_all, run_async
 
     rollouts = env.start(prompts)

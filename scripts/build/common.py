@@ -139,7 +139,7 @@ def opening(question: str, system: str) -> list[Message]:
 
 
 def pieces(conversations: Iterable[list[Message]]) -> list[str]:
-    """What a tokenizer is trained on: the roles and the texts."""
+    """The roles and texts of conversations, on which a tokenizer is trained."""
     return [piece for c in conversations for m in c for piece in (f"{m['role']}\n", m["content"])]
 
 

@@ -27,7 +27,7 @@ OF_REAL_KERNELS = {"convert_weight_packed"}
 
 
 def requirements() -> list[str]:
-    """Those of the installed wheel that a CPU has."""
+    """The requirements of the installed wheel that a CPU can have."""
     found = []
     for text in importlib.metadata.requires("sglang"):
         if "extra ==" in text:

@@ -163,7 +163,7 @@ def prove_weights(model: Any, reader: Any) -> str:
 
 @torch.no_grad()
 def prove_logprobs(model: Any, tokenizer: Any, path: Path) -> str:
-    """Of a whole conversation, by the folder and by the GGUF file."""
+    """Compare a whole conversation's logprobs by the folder and by the GGUF file."""
     from transformers import AutoModelForCausalLM
 
     conversation = [*PROBE, {"role": "assistant", "content": PROBE_ANSWER}]

@@ -160,7 +160,7 @@ def call_turn(kind: str, corner: str, rng: random.Random) -> str:
 
 
 def answer_turn(kind: str, digit: int, rng: random.Random) -> str:
-    """What the assistant says about a crop with this digit."""
+    """The assistant's message about a crop with this digit."""
     if kind == "other digit":
         digit = rng.choice([other for other in range(10) if other != digit])
     return str(digit) if kind == "no tag" else f"<answer>{digit}</answer>"

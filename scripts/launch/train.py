@@ -70,7 +70,7 @@ def fail(message: str, status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-# -- The story --
+# -- The launch, in order --
 
 
 def main() -> None:
@@ -388,7 +388,7 @@ def exit_on_signals() -> None:
 
 
 def exit_code(process: subprocess.Popen) -> int:
-    """Of a process that ended, as a shell says it: 128 + the number of the signal that ended it."""
+    """The exit code of a process as a shell gives it: 128 + the number of the signal that ended it."""
     code = process.wait()
     return code if code >= 0 else 128 - code
 

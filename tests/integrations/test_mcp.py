@@ -294,10 +294,10 @@ def test_a_file_is_read(tmp_path, monkeypatch):
 def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
     tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
     (server,) = mcp_servers.servers_to_close
+    (hung,) = [each.pid for each in psutil.Process().children() if f"{tmp_path}/sums.py" in each.cmdline()]
     monkeypatch.setattr(mcp_servers, "SECONDS_TO_ANSWER", 3.0)
-    monkeypatch.setattr(mcp_servers, "SECONDS_TO_CLOSE", 1.0)
     blocked, *_, after = talk(tools, call("block"), *[call("add", a=1)] * 40, tool_timeout=2.0)
-    assert blocked.error == "timeout" and (after.observation, after.error) == ("2", None) and server.starts == 2
+    assert (blocked.error, after.observation, after.error, server.starts, ends(hung)) == ("timeout", "2", None, 2, True)
 
 
 BAD_FILES = {

@@ -34,7 +34,7 @@ def plain_text(text: str, thinking: tuple[str, str]) -> str:
 
 
 def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]:
-    """What each message says. A call's id is its number in the conversation, so that ids may be renamed.
+    """A key for what each message says. A call's id is its number in the conversation, so that ids may be renamed.
 
     >>> from mt_grpo.integrations.agents.messages import tool_call
     >>> keys_of([{"role": "assistant", "content": "", "tool_calls": [tool_call("a", "add", "{ }")]},

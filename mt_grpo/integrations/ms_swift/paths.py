@@ -81,7 +81,7 @@ class SwiftPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes the modules of `MODULES`, as the last of all finders."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """For a module of ms-swift that nobody else has found."""
+        """Find a module of ms-swift that no other finder has found."""
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in MODULES else None
 
     def exec_module(self, module: types.ModuleType) -> None:
