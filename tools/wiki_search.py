@@ -274,7 +274,7 @@ def _fetch(method: str, url: str, read: Callable[[Any], Any], **request) -> Any:
     try:
         response = _session().request(method, url, timeout=(CONNECT_TIMEOUT, READ_TIMEOUT), **request)
     except requests.RequestException as error:
-        kind = type(error).__name__
+        kind = type(getattr(error.args[0], "reason", error)).__name__  # of urllib3's last try
         raise ConnectionError(
             f"no answer from {where} ({kind}): check that it is running and WIKI_SEARCH_URL"
         ) from None
