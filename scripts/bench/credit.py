@@ -1,29 +1,21 @@
-"""Compare the credit assignments: generated tasks and a game, every method, several seeds, on a CPU.
+"""Compare the credit assignments: four generated tasks, six methods, several seeds, at equal sampled tokens, on a CPU.
 
     python scripts/bench/credit.py                     # what is missing, two runs at a time; then the report
-    python scripts/bench/credit.py --tasks chain --methods outcome mt_grpo --seeds 0 1
-    python scripts/bench/credit.py --report            # only docs/results/credit.json, docs/credit.png, the tables
+    python scripts/bench/credit.py --tasks sparse --methods outcome mt_grpo --seeds 0 1
+    python scripts/bench/credit.py --tasks bifurcation --decisive 0 --decoys 2   # another turn, fewer decoys
+    python scripts/bench/credit.py --report            # only the pictures and the tables, from the results file
 
-Tasks: (a) `calculator`, one call and an answer; (b) `chain`, three or four calls, each on the last result; (c)
-`sparse`, the same chain from a model that answers fewer than one problem in fifty right, with exact match as its only
-outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards for TriviaQA; (e) `frozen_lake`, a
-game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
-without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e). (f) `alone`: the task
-of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
-the recipe's learning rate. Two of them replace groups without signal, and `outcome_thrice` trains on three times as
-many groups: compare these by their tokens.
-(g) `hops`: the task of (d) where nobody pays turns, by some of these ways; by `gain` and `gain_zero_sum`, which are
-`mt_grpo` and `zero_sum` with the information gain of each search as the turn's reward (rewards/information_gain.py).
-`outcome_ten` has ten groups in a step instead of eight, for the tokens of `outcome_refill`.
+Tasks: `chain`, three or four calls, each on the last result, from a model that answers one problem in nine right;
+`sparse`, the same from a model that answers fewer than one in fifty right, with exact match as its only outcome;
+`hops`, one or two searches in an encyclopedia, with the rewards for TriviaQA; `bifurcation`, four calls of which one
+early call decides the outcome while the others are decoys with rewards of their own (bench/bifurcation.py).
+`lengths`: the task `chain` with `outcome`, by `loss_type`: how long failed rollouts become.
 
-Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, except for those ways, number
-of rollouts, and c = 1 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate
-of a method was the best of 3e-4, 6e-4 and 1.2e-3 on task (b) by the area under the training curve, on one seed that is
-not reported: a noisy choice. (d) to (g) have their recipe's for all.
-
-Resumable: a finished run is a file in runs/credit/ with the commit that made it, and is not run again: delete its file
-for that. The report puts what the runs of a method on a task come to into docs/results/credit.json; what has no new
-runs stays there.
+All methods of a task have the same model, rewards, seeds, learning rate, batches and sampled tokens: a run ends with
+the step that reaches the task's number of sampled tokens. The learning rates are those of the recipes, and no method's
+was searched for. Resumable: each finished run is at once a row of docs/results/credit.json, with the commit that made
+it, and is not run again: delete its row for that. `sparse` and `bifurcation` compare `outcome`, `merged` and `mt_grpo`
+on 15 seeds; everything else has five.
 """
 
 import argparse
@@ -31,12 +23,12 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -47,99 +39,46 @@ if __name__ == "__main__":  # imports begin in scripts/
 from bench import common
 from bench.common import end_with_parent, rounded, write_json, write_section
 
-METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum")
-WAYS = {  # of task (f): what each sets
-    "outcome": ["--credit_assignment", "outcome"],
-    "outcome_by_mean": ["--credit_assignment", "outcome", "--scale_rewards", "mean"],
-    "gigpo_return": ["--credit_assignment", "gigpo", "--outcome_in_return", "true"],
-    "gigpo_others": [
-        "--credit_assignment", "gigpo", "--outcome_in_return", "true", "--state_baseline", "leave_one_out"
-    ],
-    # Up to three batches a step, of which one is trained; and three batches a step, all of which are trained.
-    "outcome_refill": ["--credit_assignment", "outcome", "--refill_groups", "2"],
-    "gigpo_refill": ["--credit_assignment", "gigpo", "--outcome_in_return", "true", "--refill_groups", "2"],
-    "outcome_thrice": ["--credit_assignment", "outcome", "--per_device_train_batch_size", "192"],
-}  # fmt: skip
-UNPAID = {  # of task (g), by exact match alone
-    **{name: WAYS[name] for name in ("outcome", "outcome_by_mean", "gigpo_return", "outcome_refill")},
-    "outcome_ten": [*WAYS["outcome"], "--per_device_train_batch_size", "80"],  # as many tokens as `outcome_refill`
+METHODS = {  # what each sets beside `credit_assignment`
+    "outcome": [],
+    "merged": [],
+    "mt_grpo": [],
+    "turn_return": ["--scale_rewards", "none"],
+    "gigpo": ["--outcome_in_return", "true"],
+    "zero_sum": [],
 }
-HOPS = {  # of task (g); the last two are also paid what each search gained
-    **{name: [*arguments, "--turn_reward_weights", "0"] for name, arguments in UNPAID.items()},
-    "gain": ["--credit_assignment", "mt_grpo"],
-    "gain_zero_sum": ["--credit_assignment", "zero_sum"],
-}
-# In the order of the tables. `tree`, `tree_refill`, `tree_nine` and `echo` were measured by commit 342dc01, the last
-# one with trees of rollouts and a loss of observations: their figures stay in the results.
-NAMES = [*METHODS, *list(WAYS)[1:], "tree", "tree_refill", "outcome_ten", "tree_nine", "echo", *list(HOPS)[-2:]]
-LEARNING_RATES = {"turn_return": 3e-4, "gigpo": 1.2e-3}  # of (a) to (c); of the others
-LEARNING_RATE = 6e-4
-NUM_SEEDS = 5  # fewer are not quoted, but where a task says another number
-SMOOTHED_OVER = 5  # steps
-SEEDS_SHOWN = [("sparse", "outcome"), ("sparse", "merged"), ("sparse", "mt_grpo")]  # each seed a line
-THRESHOLD = 0.8
-NUM_PROBLEMS = 256  # held out
+HEADLINE, HEADLINE_SEEDS, NUM_SEEDS = ("outcome", "merged", "mt_grpo"), 15, 5
+LOSS_TYPES = {name: ["--loss_type", name] for name in ("grpo", "dapo", "dr_grpo")}
+SPARSE = ["--config", "hf_recipes/tiny/chain-sparse.yaml"]
+HOPS = ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"]
+CHAIN = ["--config", "hf_recipes/tiny/chain.yaml"]
 TASKS: dict[str, dict[str, Any]] = {
-    "calculator": {
-        "steps": 25, "title": "(a) calculator, one call", "arguments": [
-            "--config", "hf_recipes/tiny/calculator.yaml", "--reward_fn", "rewards/chain_reward.py",
-            "--lr_scheduler_type", "constant",
+    "chain": {"title": "Chain, outcome within reach", "tokens": 60_000, "arguments": CHAIN},
+    "sparse": {"title": "Chain, rare outcome", "tokens": 80_000, "arguments": SPARSE, "seeds": HEADLINE_SEEDS},
+    "bifurcation": {
+        "title": "Bifurcation: call 1 of 0 to 3 decides", "tokens": 30_000, "seeds": HEADLINE_SEEDS,
+        "outcome": "Bifurcation", "decisive": 1, "decoys": 3, "arguments": [
+            *SPARSE, "--tools_script", "scripts/bench/bifurcation.py", "--reward_fn", "null",
+            "--outcome_reward_weights", "null",
         ],
     },
-    "chain": {
-        "steps": 40, "title": "(b) chain of three or four calls",
-        "arguments": ["--config", "hf_recipes/tiny/chain.yaml"],
-    },
-    "sparse": {
-        "steps": 40, "title": "(c) the same chain, sparse outcome",
-        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml"],
-    },
-    "unscaled": {
-        "steps": 40, "title": "(b) again, with scale_rewards: none",
-        "arguments": ["--config", "hf_recipes/tiny/chain.yaml", "--scale_rewards", "none"],
-    },
-    "encyclopedia": {
-        "steps": 40, "title": "(d) search in an encyclopedia, one and two hops", "learning_rate": LEARNING_RATE,
-        "arguments": ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"],
-        "scale_rewards": {method: "none" if method == "turn_return" else "group" for method in METHODS},
-    },
-    "frozen_lake": {
-        "steps": 30, "title": "(e) FrozenLake, 4x4", "outcome": "FrozenLake-v1", "learning_rate": LEARNING_RATE,
-        "arguments": ["--config", "hf_recipes/tiny/frozen_lake.yaml"],
-        "scale_rewards": {"outcome": "group", "mt_grpo": "group", "turn_return": "none", "gigpo": "group"},
-    },
-    "alone": {
-        "steps": 40, "title": "(f) the chain of (c), nobody pays turns", "learning_rate": LEARNING_RATE, "ways": WAYS,
-        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml", "--turn_reward_weights", "0", "0"],
-    },
-    "hops": {
-        "steps": 40, "title": "(g) the searches of (d), nobody pays turns", "ways": HOPS, "seeds": 3,
-        "learning_rate": LEARNING_RATE,
-        "arguments": [
-            "--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant",
-            "--reward_fn", "rewards/information_gain.py",
-        ],
-    },
+    "hops": {"title": "Search, one or two hops", "tokens": 35_000, "arguments": HOPS},
+    "lengths": {"title": "Chain, by loss_type", "tokens": 60_000, "arguments": CHAIN, "methods": LOSS_TYPES},
 }  # fmt: skip
+SMOOTHED_OVER = 5  # steps
+THRESHOLD, LEARNED = 0.8, 0.5  # of the smoothed training curve; of the held-out exact match
+POINTS = 25  # of a run's curve, at equal distances in sampled tokens
+NUM_PROBLEMS = 256  # held out
 RESULTS, PICTURE, PAGE = Path("docs/results/credit.json"), Path("docs/credit.png"), Path("docs/credit.md")
 RUNS = Path("runs/credit")
-FIGURES = (
-    "tool_executed",
-    "result_found",
-    "mean_turns",
-    "exact_match",
-    "area",
-    "steps_to_threshold",
-    "without_signal",
-)
 
-Job = dict[str, Any]  # task, method, learning_rate, seed, steps
+Job = dict[str, Any]  # task, method, seed
 
 # -- One run --
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Train and evaluate; returns the job with its figures and the training curve."""
+def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train until the task's sampled tokens and evaluate. Returns the job with its figures and its curve."""
     import evaluate
     from transformers import PrinterCallback
     from transformers.utils.logging import disable_progress_bar
@@ -148,51 +87,85 @@ def run(job: Job) -> dict[str, Any]:
 
     disable_progress_bar()
     started = time.perf_counter()
-    task = TASKS[job["task"]]
-    outcome = task.get("outcome", "exact_match_reward_func")
-    scale = ["--scale_rewards", task["scale_rewards"][job["method"]]] if "scale_rewards" in task else []
-    way = task["ways"][job["method"]] if "ways" in task else ["--credit_assignment", job["method"]]
+    outcome = settings.get("outcome", "exact_match_reward_func")
+    if "methods" in settings:
+        way = ["--credit_assignment", "outcome", *settings["methods"][job["method"]]]
+    else:
+        way = ["--credit_assignment", job["method"], *METHODS[job["method"]]]
+    if "decisive" in settings:
+        way += ["--dataset_name", str(bifurcation_rows(settings["decisive"], settings["decoys"]))]
     recipe = mt.parse_arguments([
-        *task["arguments"], *scale, *way, "--seed", str(job["seed"]),
-        "--learning_rate", str(job["learning_rate"]), "--max_steps", str(job["steps"]), "--log_rollouts", "0",
+        *settings["arguments"], *way, "--seed", str(job["seed"]), "--max_steps", "1000", "--log_rollouts", "0",
         "--disable_tqdm", "true", "--output_dir", str(RUNS / "scratch" / name_of(job)),
     ])  # fmt: skip
     trainer = mt.build_trainer(*recipe)
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(end_at(settings["tokens"], recipe[1].per_device_train_batch_size))
     trainer.train()
-    trained = time.perf_counter()
-    steps = [log for log in trainer.state.log_history if "reward" in log]
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    tokens = cumulated([log["completions/mean_length"] * recipe[1].per_device_train_batch_size for log in logs])
+    values = smoothed([log[f"rewards/{outcome}/mean"] for log in logs])
+    trainer.model.eval()
+    how = {"tokenizer": trainer.processing_class, "progress": False, "batch_size": NUM_PROBLEMS}
+    result = evaluate.evaluate(trainer.model, recipe, NUM_PROBLEMS, show=NUM_PROBLEMS, **how)
+    failed = [each for each in result["conversations"] if not each["rewards"][outcome]]
+    lengths = [sampled_length(each, trainer.processing_class) for each in failed]
     row = {
         **job,
         "commit": commit(),
-        # Of all that was sampled: what a refill trains is near the middle, whatever the policy does.
-        "train_exact_match": [
-            log.get("refill/outcome_of_all_sampled", log[f"rewards/{outcome}/mean"]) for log in steps
-        ],
-        "tokens": steps[-1]["num_tokens"],
-        "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
+        "exact_match": result["rewards"]["outcome"][outcome],
+        "turns": result["mean_turns"],
+        "failed_tokens": statistics.fmean(lengths) if lengths else None,  # sampled by a held-out rollout that failed
+        "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
+        "to_threshold": next((t for t, value in zip(tokens, values) if value > THRESHOLD), None),
+        "steps": len(logs),
+        "tokens": tokens[-1],
+        "seconds": time.perf_counter() - started,
+        "curve": resampled(tokens, values, settings["tokens"]),
     }
-    row |= curve_figures(row["train_exact_match"])
-    trainer.model.eval()
-    how = {"tokenizer": trainer.processing_class, "progress": False, "batch_size": NUM_PROBLEMS}
-    result = evaluate.evaluate(trainer.model, recipe, NUM_PROBLEMS, **how)
-    row |= {key: result[key] for key in ("tool_executed", "result_found", "mean_turns")}
-    row["exact_match"] = result["rewards"]["outcome"][outcome]
-    row |= {"train_seconds": round(trained - started, 1), "seconds": round(time.perf_counter() - started, 1)}
-    return rounded(row, 6)
+    return rounded(row, 3)
 
 
-def curve_figures(exact_match: list[float]) -> dict[str, float | None]:
-    """The area under the smoothed curve of a run (its mean) and the first step at which it passes the threshold.
+def bifurcation_rows(decisive: int, decoys: int) -> Path:
+    """A folder with chains of `decoys` + 1 operations, whose call `decisive` (from 0) decides."""
+    from mt_grpo.recipe.data import make_chain
 
-    >>> curve_figures([0.0] * 5 + [1.0] * 5)
-    {'area': 0.3, 'steps_to_threshold': 10}
-    >>> curve_figures([0.0, 1.0, 0.5])["steps_to_threshold"] is None
-    True
+    folder = RUNS / f"bifurcation-{decisive}-{decoys}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, seed in (("train", 0), ("test", 1)):
+        rows = [row for row in make_chain(8192, seed, split) if len(row["steps"]) == decoys + 1]
+        lines = [json.dumps({**row, "decisive": decisive}) + "\n" for row in rows]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def end_at(tokens: int, batch_size: int) -> Any:
+    """A callback that ends the training with the step that reaches so many sampled tokens."""
+    from transformers import TrainerCallback
+
+    class EndAtTokens(TrainerCallback):
+        sampled = 0.0
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs) -> None:
+            self.sampled += (logs or {}).get("completions/mean_length", 0.0) * batch_size
+            control.should_training_stop = control.should_training_stop or self.sampled >= tokens
+
+    return EndAtTokens()
+
+
+def sampled_length(conversation: dict[str, Any], tokenizer: Any) -> int:
+    """The tokens of the model's own messages in a conversation."""
+    texts = [message["content"] for message in conversation["messages"] if message["role"] == "assistant"]
+    return sum(len(tokenizer(text)["input_ids"]) for text in texts)
+
+
+def cumulated(values: list[float]) -> list[float]:
+    """Running sums.
+
+    >>> cumulated([1.0, 2.0, 3.0])
+    [1.0, 3.0, 6.0]
     """
-    smooth = smoothed(exact_match)
-    passed = next((step for step, value in enumerate(smooth, 1) if value > THRESHOLD), None)
-    return {"area": mean(smooth), "steps_to_threshold": passed}
+    return [sum(values[: i + 1]) for i in range(len(values))]
 
 
 def smoothed(values: list[float], over: int = SMOOTHED_OVER) -> list[float]:
@@ -201,61 +174,66 @@ def smoothed(values: list[float], over: int = SMOOTHED_OVER) -> list[float]:
     >>> smoothed([1.0, 2.0, 3.0], over=2)
     [1.0, 1.5, 2.5]
     """
-    return [mean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
+    return [statistics.fmean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def resampled(tokens: list[float], values: list[float], end: float, points: int = POINTS) -> list[float]:
+    """The value of the last step before each of `points` equal parts of `end` tokens; before the first, the first.
+
+    >>> resampled([10.0, 20.0, 45.0], [0.1, 0.2, 0.3], 40.0, points=4)
+    [0.1, 0.2, 0.2, 0.2]
+    """
+    ends = [end * (k + 1) / points for k in range(points)]
+    return [([values[0]] + [v for t, v in zip(tokens, values) if t <= place])[-1] for place in ends]
 
 
 # -- All runs --
 
 
 def name_of(job: Job) -> str:
-    """The name of a run's file.
+    """The name of a run.
 
-    >>> name_of({"task": "chain", "method": "mt_grpo", "learning_rate": 6e-4, "seed": 1, "steps": 50})
-    'chain-mt_grpo-lr0.0006-steps50-seed1'
+    >>> name_of({"task": "chain", "method": "mt_grpo", "seed": 1})
+    'chain-mt_grpo-1'
     """
-    return f"{job['task']}-{job['method']}-lr{job['learning_rate']:g}-steps{job['steps']}-seed{job['seed']}"
+    return f"{job['task']}-{job['method']}-{job['seed']}"
 
 
 def commit() -> str:
-    """The commit of this clone, with a mark if files differ from it."""
+    """The commit of this clone, with a mark if files of the package differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def finished() -> dict[str, dict[str, Any]]:
-    """All finished runs by name."""
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))]
-    return {name_of(row): row for row in rows}
+def finished() -> list[dict[str, Any]]:
+    """The rows of all finished runs."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")).get("runs", []) if RESULTS.is_file() else []
 
 
-def num_seeds(task: str) -> int:
-    """The seeds of a task, of which fewer are not quoted."""
-    return TASKS[task].get("seeds", NUM_SEEDS)
+def keep(row: dict[str, Any]) -> None:
+    """Add a row to the results file, in which a run stands once."""
+    rows = {name_of(each): each for each in [*finished(), row]}
+    order = list(TASKS)
+    known = sorted(rows.values(), key=lambda r: order.index(r["task"]) if r["task"] in order else len(order))
+    write_json(RESULTS, {"runs": known})
+
+
+def num_seeds(task: str, method: str) -> int:
+    return TASKS[task].get("seeds", NUM_SEEDS) if method in HEADLINE else NUM_SEEDS
 
 
 def make_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None) -> list[Job]:
-    """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds.
+    """Seed by seed, so that a study that is stopped has compared all methods on the same seeds.
 
     `seeds` None: the first ones, as many as each task has.
     """
     return [
-        {"task": task, "method": m, "learning_rate": rate, "seed": seed, "steps": TASKS[task]["steps"]}
+        {"task": task, "method": method, "seed": seed}
         for task in tasks
-        for seed in (range(num_seeds(task)) if seeds is None else seeds)
-        for m in TASKS[task].get("ways", methods)
-        if (rate := rate_of(task, m))
+        for seed in (range(HEADLINE_SEEDS) if seeds is None else seeds)
+        for method in TASKS[task].get("methods", methods)
+        if seeds is not None or seed < num_seeds(task, method)
     ]
-
-
-def rate_of(task: str, method: str) -> float | None:
-    """The learning rate of a method on a task. None: the task is without the method."""
-    if method not in TASKS[task].get("ways", TASKS[task].get("scale_rewards", METHODS)):
-        return None
-    return TASKS[task].get("learning_rate", LEARNING_RATES.get(method, LEARNING_RATE))
 
 
 def begin() -> None:
@@ -267,24 +245,22 @@ def begin() -> None:
 
 
 def run_all(jobs: list[Job], num_workers: int) -> None:
-    """Run what is not finished; each result goes into its own file at once. Raises what a run raises."""
+    """Run what is not finished; each result is kept at once. Raises what a run raises."""
     RUNS.mkdir(parents=True, exist_ok=True)
-    there = finished()
+    there = set(map(name_of, finished()))
     jobs = [job for job in jobs if name_of(job) not in there]
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     started = time.perf_counter()
     with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), begin) as pool:
-        runs = {pool.submit(run, job): job for job in jobs}
+        runs = [pool.submit(run, job, TASKS[job["task"]]) for job in jobs]
         try:
             for number, done in enumerate(as_completed(runs), 1):
-                job, row = runs[done], done.result()
-                path = RUNS / f"{name_of(job)}.json"
-                path.with_suffix(".tmp").write_text(json.dumps(row) + "\n", encoding="utf-8")
-                path.with_suffix(".tmp").replace(path)
+                row = done.result()
+                keep(row)
                 left = (time.perf_counter() - started) / number * (len(jobs) - number)
                 print(
-                    f"{number:>3}/{len(jobs)}  {name_of(job):<52} exact match {row['exact_match']:.2f}  area "
-                    f"{row['area']:.2f}  {row['seconds']:.0f} s  ({left / 60:.0f} min left)",
+                    f"{number:>3}/{len(jobs)}  {name_of(row):<28} exact match {row['exact_match']:.2f}  "
+                    f"{row['steps']} steps  {row['seconds']:.0f} s  ({left / 60:.0f} min left)",
                     flush=True,
                 )
         except BaseException:
@@ -292,190 +268,162 @@ def run_all(jobs: list[Job], num_workers: int) -> None:
             raise
 
 
+# -- Statistics over seeds --
+
+
+def bootstrap(values: list[float], resamples: int = 10_000) -> tuple[float, float]:
+    """The 95% interval of the mean: percentiles of the means of samples with replacement.
+
+    >>> bootstrap([0.0] * 5), tuple(round(end, 1) for end in bootstrap([0.0] * 5 + [1.0] * 5))
+    ((0.0, 0.0), (0.2, 0.8))
+    """
+    rng = random.Random(0)
+    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(resamples))
+    return means[int(0.025 * resamples)], means[int(0.975 * resamples) - 1]
+
+
+def fisher(successes: int, total: int, other: int, of_other: int) -> float:
+    """The p of Fisher's exact test, two-sided, that two shares of successes are the same.
+
+    >>> round(fisher(0, 5, 5, 5), 4), round(fisher(3, 5, 5, 5), 3), fisher(5, 5, 5, 5)
+    (0.0079, 0.444, 1.0)
+    """
+    both = successes + other
+
+    def chance(k: int) -> float:
+        return math.comb(total, k) * math.comb(of_other, both - k) / math.comb(total + of_other, both)
+
+    chances = [chance(k) for k in range(max(0, both - of_other), min(total, both) + 1)]
+    return min(1.0, sum(p for p in chances if p <= chance(successes) * (1 + 1e-9)))
+
+
+def mann_whitney(values: list[float], others: list[float]) -> float:
+    """The p of Mann and Whitney's test, two-sided and exact, with midranks for ties.
+
+    >>> round(mann_whitney([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]), 4), mann_whitney([1, 2], [1, 2])
+    (0.0079, 1.0)
+    """
+    everyone = sorted([*values, *others])
+    ranks = [everyone.index(v) + everyone.index(v) + everyone.count(v) + 1 for v in everyone]  # doubled midranks
+    ways = [{0: 1}] + [{} for _ in values]  # by how many are chosen: sum of ranks -> number of choices
+    for rank in ranks:
+        for count in range(len(values), 0, -1):
+            for total, number in ways[count - 1].items():
+                ways[count][total + rank] = ways[count].get(total + rank, 0) + number
+    middle = len(values) * (len(everyone) + 1)
+    found = sum(ranks[everyone.index(v)] for v in values)
+    extreme = sum(n for total, n in ways[-1].items() if abs(total - middle) >= abs(found - middle))
+    return extreme / sum(ways[-1].values())
+
+
 # -- The report --
 
-# Student's t, 97.5%, by degrees of freedom; beyond 15 the last, which is a little too wide.
-T_975 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-                        2.145, 2.131), 1))  # fmt: skip
+Groups = dict[tuple[str, str], list[dict[str, Any]]]
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of its 95% interval over seeds (Student's t).
-
-    >>> interval([1.0, 2.0, 3.0])
-    (2.0, 2.48433820832296)
-    """
-    half = T_975[min(len(values) - 1, max(T_975))] * statistics.stdev(values) / math.sqrt(len(values))
-    return mean(values), half
-
-
-def spread(values: list[float | None]) -> str:
-    """The mean over seeds and its interval, or a dash where nothing gave such figures: nobody pays turns, say.
-
-    >>> spread([1.0, 2.0, 3.0]), spread([None, None, None])
-    ('2.00 ± 2.48', '-')
-    """
-    return "-" if None in values else "{:.2f} ± {:.2f}".format(*interval(values))
+def reported(rows: list[dict[str, Any]]) -> Groups:
+    """Task and method to runs, where there are at least `NUM_SEEDS`."""
+    groups: Groups = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        if row["task"] in TASKS:
+            groups.setdefault((row["task"], row["method"]), []).append(row)
+    return {key: runs for key, runs in groups.items() if len(runs) >= NUM_SEEDS}
 
 
-def median_steps(values: list[int | None], steps: int) -> str:
-    """The median of the steps to the threshold; runs that never passed it are later than every other.
+def learned(runs: list[dict[str, Any]]) -> int:
+    return sum(run["exact_match"] >= LEARNED for run in runs)
 
-    >>> median_steps([10, 30, 20], 50), median_steps([10, None, None], 50), median_steps([10, 20, 25, None], 50)
-    ('20', '> 50', '22.5')
+
+def thousands(values: list[float | None]) -> str:
+    """The median in thousands; a run that never got there is later than every other.
+
+    >>> thousands([10_000, 30_000, 20_400]), thousands([10_000, None, None])
+    ('20k', '-')
     """
     middle = statistics.median(math.inf if v is None else v for v in values)
-    return f"> {steps}" if middle == math.inf else f"{middle:g}"
+    return "-" if middle == math.inf else f"{middle / 1000:.0f}k"
 
 
-def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs that may be quoted: task and method to runs, on at least `num_seeds` of the task, the same for all its
-    methods.
-    """
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if (row["steps"], row["learning_rate"]) == (TASKS[row["task"]]["steps"], rate_of(row["task"], row["method"])):
-            groups.setdefault((row["task"], row["method"]), []).append(row)
-    groups = {key: found for key, found in groups.items() if len(found) >= num_seeds(key[0])}
-    seeds = {
-        task: set.intersection(*({row["seed"] for row in found} for key, found in groups.items() if key[0] == task))
-        for task in {key[0] for key in groups}
-    }
-    return {
-        key: [row for row in found if row["seed"] in seeds[key[0]]]
-        for key, found in groups.items()
-        if len(seeds[key[0]]) >= num_seeds(key[0])
-    }
+def line(runs: list[dict[str, Any]], against: list[dict[str, Any]] | None) -> str:
+    """A line of a task's table. The tests compare with the runs `against`."""
+    exact = [run["exact_match"] for run in runs]
+    low, high = bootstrap(exact)
+    tests = ["", ""]
+    if against is not None:
+        tests[0] = f"{fisher(learned(runs), len(runs), learned(against), len(against)):.2g}"
+        tests[1] = f"{mann_whitney(exact, [run['exact_match'] for run in against]):.2g}"
+    cells = [
+        f"`{runs[0]['method']}`", f"{learned(runs)} of {len(runs)}", tests[0],
+        f"{statistics.fmean(exact):.2f} [{low:.2f}, {high:.2f}]", tests[1],
+        thousands([run["to_threshold"] for run in runs]), f"{statistics.fmean(run['turns'] for run in runs):.1f}",
+        f"{statistics.fmean(run['no_signal'] for run in runs):.2f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
-def aggregated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of each task and method: its figures by seed, and `curve`, (mean, half width) by step.
-
-    Those of SEEDS_SHOWN also have `curves`, the smoothed exact match of each seed by step.
-    """
-    found = []
-    for (task, method), runs in reported(rows).items():
-        runs = sorted(runs, key=lambda row: row["seed"])
-        curves = [smoothed(row["train_exact_match"]) for row in runs]
-        found.append(
-            {
-                "task": task,
-                "method": method,
-                "learning_rate": runs[0]["learning_rate"],
-                **{key: [row[key] for row in runs] for key in ("seed", *FIGURES)},
-                "tokens": [row["tokens"] for row in runs if "tokens" in row],
-                **({"curves": [[round(v, 3) for v in c] for c in curves]} if (task, method) in SEEDS_SHOWN else {}),
-                "curve": [[round(number, 2) for number in interval(list(values))] for values in zip(*curves)],
-            }
-        )
-    return found
-
-
-def columns(task: str) -> dict[str, Callable[[dict[str, Any]], str]]:
-    """The columns of a task's table: title -> the text of a result. A game's outcome is that a goal is reached."""
-    settings = TASKS[task]
-
-    def mean_of(key: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: spread(row[key])
-
-    found: dict[str, Callable[[dict[str, Any]], str]] = {}
-    if "scale_rewards" in settings:
-        found["scaled by"] = lambda row: f"`{settings['scale_rewards'][row['method']]}`"
-    found["goal reached" if "outcome" in settings else "exact match"] = mean_of("exact_match")
-    if "outcome" in settings or "ways" in settings:
-        found["each seed"] = lambda row: " ".join(f"{value:.2f}" for value in row["exact_match"])
-    if "ways" in settings:  # prompts, and what was sampled
-        found["tokens"] = lambda row: f"{mean(row['tokens']) / 1e3:.0f}k" if row["tokens"] else "-"
-    found["area"] = mean_of("area")
-    found["steps to 0.8"] = lambda row: median_steps(row["steps_to_threshold"], settings["steps"])
-    if "outcome" in settings:
-        return {**found, "turns": mean_of("mean_turns"), "no signal": mean_of("without_signal")}
-    further = {"right result": "result_found", "tool executed": "tool_executed", "turns": "mean_turns"}
-    found |= {title: mean_of(key) for title, key in {**further, "no signal": "without_signal"}.items()}
-    return {**found, "learning rate": lambda row: f"{row['learning_rate']:g}"}
-
-
-def markdown(results: list[dict[str, Any]]) -> str:
-    """One table per task that has results to quote."""
-    groups, lines = {(row["task"], row["method"]): row for row in results}, []
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A table for each task."""
+    groups, lines = reported(rows), []
+    titles = ["", "seeds that learn", "p", "exact match [95%]", "p", "tokens to 0.8", "turns", "no signal"]
     for task, settings in TASKS.items():
-        rows = [groups[task, method] for method in NAMES if (task, method) in groups]
-        if not rows:
+        runs = {m: groups[task, m] for m in settings.get("methods", METHODS) if (task, m) in groups}
+        if not runs:
             continue
-        game, texts = "outcome" in settings, columns(task)
-        rate = f"learning rate {settings['learning_rate']:g}, " if game else ""
-        lines += [
-            f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {rate}{NUM_PROBLEMS} "
-            f"{'further episodes' if game else 'held-out problems'}, {min(len(row['seed']) for row in rows)} seeds, "
-            "mean ± 95% interval",
-            "",
-            f"| `credit_assignment` | {' | '.join(texts)} |",
-            "|" + "---|" * (1 + len(texts)),
-            *(f"| `{row['method']}` | {' | '.join(text(row) for text in texts.values())} |" for row in rows),
-            "",
-        ]
+        lines += [f"**{settings['title']}**, {settings['tokens'] // 1000}k sampled tokens", ""]
+        if task == "lengths":
+            lines += ["| `loss_type` | exact match | sampled tokens of a failed rollout [95%] |", "|---|---|---|"]
+            for name, of in runs.items():
+                exact, lengths = [r["exact_match"] for r in of], [r["failed_tokens"] for r in of if r["failed_tokens"]]
+                low, high = bootstrap(lengths)
+                shown = f"{statistics.fmean(lengths):.1f} [{low:.1f}, {high:.1f}]"
+                lines.append(f"| `{name}` | {statistics.fmean(exact):.2f} | {shown} |")
+        else:
+            lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+            lines += [line(of, runs.get("mt_grpo") if name != "mt_grpo" else None) for name, of in runs.items()]
+        lines.append("")
     return "\n".join(lines).rstrip("\n")
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
-    pyplot = common.pyplot()
-    groups = {(row["task"], row["method"]): row for row in results}
-    tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
-    okabe_and_ito = (
-        "#777777 #E69F00 #0072B2 #009E73 #CC79A7 #D55E00 #F0E442 #56B4E9 #000000 #882255 "
-        "#44AA99 #999933 #117733 #88CCEE #DDCC77 #AA4499 #661100 #6699CC #CCBB44"
-    ).split()
-    colours = dict(zip(NAMES, okabe_and_ito, strict=True))
-    columns = min(2, len(tasks))
-    height = math.ceil(len(tasks) / columns)
-    figure, axes = pyplot.subplots(height, columns, figsize=(5.2 * columns, 3.7 * height), squeeze=False, sharey=True)
-    for axis in axes.flat[len(tasks) :]:
-        axis.set_visible(False)
-    for axis, task in zip(axes.flat, tasks):
-        for method in NAMES:
-            if (task, method) not in groups:
-                continue
-            means, half_widths = zip(*groups[task, method]["curve"])
-            low, high = zip(*((max(0, m - h), min(1, m + h)) for m, h in zip(means, half_widths)))
-            steps = range(1, len(means) + 1)
-            axis.plot(steps, means, color=colours[method], label=method, linewidth=1.8)
-            axis.fill_between(steps, low, high, color=colours[method], alpha=0.13, linewidth=0)
-        axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
-        if axis is axes[0][0] or "ways" in TASKS[task]:  # the others have the methods of the first one
-            axis.legend(frameon=False, fontsize=9)
-    for row_of_axes in axes:
-        row_of_axes[0].set_ylabel(f"exact match of the batch,\nmean over {SMOOTHED_OVER} steps")
+def plot(rows: list[dict[str, Any]], path: Path, tasks: list[str], methods: list[str]) -> None:
+    """A panel for each task (down) and method (across), a line for each seed, over the sampled tokens."""
+    groups, pyplot = reported(rows), common.pyplot()
+    tasks = [task for task in tasks if any((task, method) in groups for method in methods)]
+    size = (2.6 * len(methods), 2.2 * len(tasks) + 0.3)
+    figure, axes = pyplot.subplots(len(tasks), len(methods), figsize=size, sharex=True, sharey=True, squeeze=False)
+    colours = ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00")
+    for down, task in enumerate(tasks):
+        for axis, method, colour in zip(axes[down], methods, colours):
+            runs = groups.get((task, method), [])
+            for run_ in runs:
+                places = [TASKS[task]["tokens"] / 1000 * (k + 1) / len(run_["curve"]) for k in range(POINTS)]
+                axis.plot(places, run_["curve"], color=colour, linewidth=1.2, alpha=0.8)
+            axis.set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
+        axes[down][0].set_ylabel(f"{TASKS[task]['title'].partition(':')[0]}\n\noutcome", fontsize=9)
+    for axis in axes[-1]:
+        axis.set(xlabel="sampled tokens, thousands", ylim=(0, 1))
     common.save_picture(figure, path)
 
 
-def plot_seeds(results: list[dict[str, Any]], path: Path) -> None:
-    """One panel per method of SEEDS_SHOWN, one line per seed: the smoothed exact match of the training batches."""
-    rows = [row for shown in SEEDS_SHOWN for row in results if (row["task"], row["method"]) == shown]
-    figure, axes = common.pyplot().subplots(1, max(2, len(rows)), figsize=(9, 2.7), sharey=True)
-    for axis, row, colour in zip(axes, rows, ("#777777", "#E69F00", "#0072B2")):
-        for curve in row["curves"]:
-            axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6)
-        learned = sum(value > 0.5 for value in row["exact_match"])
-        axis.set(title=f"{row['method']}: {learned} of {len(row['seed'])} seeds learn", xlabel="optimizer step")
-    axes[0].set(ylabel="exact match", ylim=(0, 1))
-    common.save_picture(figure, path)
+def add_bifurcation(decisive: int, decoys: int) -> str:
+    """Add the bifurcation with these parameters to the tasks, under a name of its own, which is returned."""
+    name = f"bifurcation-{decisive}-{decoys}"
+    title = f"Bifurcation: call {decisive} of 0 to {decoys} decides"
+    TASKS[name] = {**TASKS["bifurcation"], "title": title, "decisive": decisive, "decoys": decoys, "seeds": NUM_SEEDS}
+    return name
 
 
 def report() -> None:
-    """Write the results file, the plots and the page's tables from all finished runs."""
-    old = json.loads(RESULTS.read_text(encoding="utf-8"))["results"] if RESULTS.is_file() else []
-    runs = finished()
-    results = {(row["task"], row["method"]): row for row in [*old, *aggregated(list(runs.values()))]}
-    rows = sorted(results.values(), key=lambda row: (list(TASKS).index(row["task"]), NAMES.index(row["method"])))
-    if not rows:
-        sys.exit(f"error: {len(runs)} finished runs in {RUNS}, and no method has the seeds of its task.")
-    write_json(RESULTS, {"results": rows})
+    """Write the pictures and the page's tables from the results file."""
+    rows = finished()
+    for name in sorted({row["task"] for row in rows} - TASKS.keys()):
+        add_bifurcation(*map(int, name.split("-")[1:]))
+    if not reported(rows):
+        sys.exit(f"error: {len(rows)} runs in {RESULTS}, and no method has {NUM_SEEDS} seeds.")
     table = markdown(rows)
-    plot(rows, PICTURE)
-    plot_seeds(rows, PICTURE.with_name("credit_seeds.png"))
+    plot(rows, PICTURE, [task for task in TASKS if task != "lengths"], list(METHODS))
+    plot(rows, PICTURE.with_name("credit_seeds.png"), ["sparse", "bifurcation"], list(HEADLINE))
     write_section("credit", table, PAGE)
-    print(f"{RESULTS}: {len(runs)} runs, {len(rows)} results; {PICTURE} and the tables in {PAGE}\n\n{table}")
+    print(f"{RESULTS}: {len(rows)} runs; {PICTURE} and the tables in {PAGE}\n\n{table}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -483,14 +431,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the first ones, as many as a task has")
+    parser.add_argument("--decisive", type=int, help="bifurcation: the number of the call that decides, from 0")
+    parser.add_argument("--decoys", type=int, choices=(2, 3), help="bifurcation: the calls beside it")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--report", action="store_true", help="only write the results file, the plot and the table")
+    parser.add_argument("--report", action="store_true", help="only write the pictures and the tables")
     options = parser.parse_args(argv)
     if options.jobs < 1:
         sys.exit(f"error: --jobs {options.jobs}, expected 1 or more.")
+    tasks = options.tasks
+    if options.decisive is not None or options.decoys is not None:
+        task = TASKS["bifurcation"]
+        decoys = task["decoys"] if options.decoys is None else options.decoys
+        decisive = task["decisive"] if options.decisive is None else options.decisive
+        if not 0 <= decisive <= decoys:
+            sys.exit(f"error: --decisive {decisive}, expected the number of one of {decoys + 1} calls, from 0.")
+        tasks = [add_bifurcation(decisive, decoys)]
     if not options.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; finished runs are kept"))
-        run_all(make_jobs(options.tasks, options.methods, options.seeds), options.jobs)
+        run_all(make_jobs(tasks, options.methods, options.seeds), options.jobs)
     report()
 
 
