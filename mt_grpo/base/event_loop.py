@@ -34,22 +34,21 @@ def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
 
 
 async def run_on_thread(coroutine: Coroutine, thread: str) -> Any:
-    """Run a coroutine on the event loop of another thread. A caller that is cancelled cancels the coroutine."""
+    """Run a coroutine on the event loop of a thread, also of this one. A caller that is cancelled cancels it."""
+    if threading.current_thread().name == thread:
+        return await coroutine
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread)))
 
 
-def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
-    """Run a coroutine on the background loop and wait for its result. An interrupted wait cancels the coroutine.
+def run_async(coroutine: Coroutine, timeout: float | None = None, thread: str = LOOP_THREAD) -> Any:
+    """Run a coroutine on the event loop of another thread and wait for its result. An interrupted wait cancels it.
 
-    Raises `TimeoutError` after `timeout` seconds, also if the loop is blocked, and `RuntimeError` for a caller on the
-    loop itself, whose wait would never end.
+    Raises `TimeoutError` after `timeout` seconds, also if the loop is blocked.
     """
-    if threading.current_thread().name == LOOP_THREAD:
+    if threading.current_thread().name == thread:  # which would wait for itself
         coroutine.close()
-        raise RuntimeError(
-            "generate, step and chat block this event loop. From an async tool, await converse instead."
-        )
-    future = start_in_background(coroutine)
+        raise RuntimeError("generate, step and chat block this event loop. In an async tool, await converse instead.")
+    future = asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread))
     try:
         return future.result(timeout)
     except BaseException:
@@ -73,20 +72,8 @@ def at_once(function: Callable[[Any], Any], items: list) -> list:
         return list(threads.map(function, items))
 
 
-def allow_many_open_files(wanted: int = 65_535) -> None:
+def allow_many_open_files() -> None:
     """Raise this process's soft limit of open files, which is often 1,024. A conversation needs a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     with suppress(ValueError, OSError):  # where the system refuses, the old limit stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-
-
-def close_on(loop: asyncio.AbstractEventLoop, closing: Coroutine, timeout: float = 5.0) -> None:
-    """Run `closing`, which closes a resource, on the resource's event loop. If that is running, do not wait for it."""
-    if loop.is_running():
-        asyncio.run_coroutine_threadsafe(closing, loop)
-    else:  # in a new thread, because this thread may run another loop
-        run = asyncio.run if loop.is_closed() else loop.run_until_complete
-        thread = threading.Thread(target=run, args=(closing,), daemon=True)
-        thread.start()
-        thread.join(timeout)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(65_535, hard)), hard))

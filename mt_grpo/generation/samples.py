@@ -6,7 +6,6 @@ what it read. There an image has one placeholder, which vLLM replaces with as ma
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,29 +56,24 @@ def read_completion(
         choice = answer["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         num_read, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
-    except (KeyError, IndexError, TypeError):
-        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-    if type(token_ids) is not list or type(logprobs) is not list:
-        raise BadAnswer(f"token_ids and logprobs are {type(token_ids)} and {type(logprobs)}, expected lists")
-    if wrong := [value for value in token_ids if not_an_id(value, vocab_size)]:
-        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
-        raise BadAnswer(f"{len(wrong)} of {len(token_ids)} token ids are invalid: {str(wrong[:5])[:100]}{among}")
-    finite = all(isinstance(value, int | float) and -1e9 < value < 1e-3 for value in logprobs)  # 0 up to rounding
-    if not 0 < len(token_ids) == len(logprobs) or not finite:
-        raise BadAnswer(f"{len(token_ids)} ids do not match {len(logprobs)} logprobs {logprobs[:5]}...")
-    if num_read != num_prompt_tokens:
-        raise BadAnswer(
-            f"the server read {num_read} prompt tokens, expected {num_prompt_tokens}: the prompt was changed"
-        )
-    if len(token_ids) > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
-        raise BadAnswer(
-            f"got {len(token_ids)} ids, expected at most {max_tokens}, with finish_reason={finish_reason!r}"
-        )
-    prompt_ids = choice.get("prompt_token_ids")
-    try:
+        prompt_ids = choice.get("prompt_token_ids")
         saw = None if prompt_ids is None else hash_of_ids(prompt_ids)
-    except (TypeError, OverflowError, ValueError):
-        raise BadAnswer(f"prompt_token_ids are not token ids: {str(prompt_ids)[:100]}") from None
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    valid = (
+        type(token_ids) is type(logprobs) is list
+        and 0 < len(token_ids) == len(logprobs) <= max_tokens
+        and not any(not_an_id(token, vocab_size) for token in token_ids)
+        and all(isinstance(value, int | float) and -1e9 < value < 1e-3 for value in logprobs)  # 0 up to rounding
+        and num_read == num_prompt_tokens  # else the prompt was changed
+        and finish_reason in ("stop", "length")  # `abort`: a pause or a shutdown
+    )
+    if not valid:
+        raise BadAnswer(
+            f"ids {str(token_ids)[:200]} with logprobs {str(logprobs)[:200]} after {num_read} prompt tokens, "
+            f"finish_reason={finish_reason!r}; expected 1 to {max_tokens} ids below {vocab_size} with a logprob each "
+            f"after {num_prompt_tokens} prompt tokens, and 'stop' or 'length'"
+        )
     return Generation(token_ids, logprobs, finish_reason, saw)
 
 
@@ -152,14 +146,13 @@ def read_generated(
         choice = answer["choices"][0]
         entries = choice["logprobs"]["content"]
         sampled, logprobs = [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
-        if sampled != choice["token_ids"]:
-            raise BadAnswer(f"logprobs belong to the ids {sampled[:5]}..., expected {choice['token_ids'][:5]}...")
-        usage = {"prompt_tokens": len(answer["prompt_token_ids"])}
-    except (KeyError, IndexError, TypeError):
+    except (LookupError, TypeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-    choice = {**choice, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": None}
-    generation = read_completion({"choices": [choice], "usage": usage}, len(prompt), max_tokens, vocab_size)
-    return dataclasses.replace(generation, saw=hash_of_ids(prompt))
+    if sampled != choice.get("token_ids"):
+        raise BadAnswer(f"logprobs belong to the ids {sampled[:5]}..., expected {str(choice.get('token_ids'))[:50]}")
+    choice = {**choice, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": prompt}
+    usage = {"prompt_tokens": len(answer["prompt_token_ids"])}
+    return read_completion({"choices": [choice], "usage": usage}, len(prompt), max_tokens, vocab_size)
 
 
 def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
@@ -175,9 +168,8 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
         raise BadAnswer(f"the answer does not say what the server read: {str(answer)[:500]}") from None
     if places != expected:
         raise BadAnswer(
-            f"the server reads images at {places}, expected {expected}. If the lengths differ, so do the settings "
-            "(such as max_pixels): start the server with the model's own, without --mm-processor-kwargs. If only the "
-            "offsets differ, the server has another tokenizer"
+            f"the server reads images at {places}, expected {expected}. Start it with the model's own tokenizer and "
+            "image settings (such as max_pixels), without --mm-processor-kwargs"
         )
     if ids != with_placeholders(prompt):
         raise BadAnswer("the server read ids that are not the prompt's")
@@ -192,6 +184,12 @@ def tagged(version: str, lineage: int) -> str:
     Without it, a server that restarts and gets its weights between two questions would pass for one that never did.
     """
     return f"{version}+{lineage}" if lineage else version
+
+
+def number_of_version(name: str) -> int | None:
+    """The number in the name of a weight version, such as 7 of `3f2a-7+2`; None if it has none."""
+    number = name.partition("+")[0].rpartition("-")[2]
+    return int(number) if "-" in name and number.isdecimal() else None
 
 
 def continues(held: str | None, version: str, lineage: int) -> bool | None:
@@ -210,8 +208,9 @@ def continues(held: str | None, version: str, lineage: int) -> bool | None:
     if held is None:
         return None
     name, _, restarts = held.removeprefix("loading-").partition("+")
-    (run, _, number), (own_run, _, own_number) = name.rpartition("-"), version.rpartition("-")
-    later = run == own_run and number.isdecimal() and own_number.isdecimal() and int(number) >= int(own_number)
+    same_run = name.rpartition("-")[0] == version.rpartition("-")[0]
+    number, own_number = number_of_version(name), number_of_version(version)
+    later = same_run and number is not None and own_number is not None and number >= own_number
     if not (name == version or later):
         return False
     known = int(restarts) if restarts.isdecimal() else 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ from mt_grpo.generation.samples import (
     Question,
     forbidding,
     not_an_id,
+    number_of_version,
     once_per_image,
     read_completion,
 )
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.images.pictures import is_picture, pictures_in, with_placeholders
-from mt_grpo.rollout import Generation, hash_of_ids
+from mt_grpo.rollout import Generation
 
 # SGLang's names of vLLM's sampling parameters. None: SGLang needs no such parameter.
 SGLANG_NAMES: dict[str, str | None] = {
@@ -77,53 +79,43 @@ def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
 def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
     """The oldest and the newest weight version that sampled a token of an answer. None: no push named them."""
     names = [span["version"] for span in meta["weight_versions"] if span["end"] > span["start"]]
-    numbers = [name.partition("+")[0].rpartition("-")[2] for name in names if "-" in name]
-    if not names or len(numbers) < len(names) or not all(number.isdecimal() for number in numbers):
-        return None
-    return min(map(int, numbers)), max(map(int, numbers))
+    if any(name.startswith("loading-") for name in names):
+        raise HalfLoaded("the server sampled while it loaded weights, from a push that failed or of another run")
+    numbers = [number_of_version(name) for name in names]
+    return None if not numbers or None in numbers else (min(numbers), max(numbers))
 
 
 def check_what_was_read(seen: Any, prompt: list[int]) -> None:
     """Raise `BadAnswer` unless the server read the ids that were sent, and for each image as many as it has."""
-    if seen == (ids := with_placeholders(prompt)):
-        return
-    if not isinstance(seen, list):
-        raise BadAnswer(f"the answer does not say what the server read: {str(seen)[:100]}")
-    number = next((i for i, (own, other) in enumerate(zip(ids, seen)) if own != other), min(len(ids), len(seen)))
-    raise BadAnswer(
-        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and they first differ at id number {number}. "
-        f"The prompt has {len(pictures_in(prompt))} images: with images start the server with "
-        "SGLANG_MM_AVOID_RETOKENIZE=1, and without image settings of its own"
-    )
+    if seen != (ids := with_placeholders(prompt)):
+        raise BadAnswer(
+            f"the server read the ids {str(seen)[:200]}, expected {str(ids)[:200]}. The prompt has "
+            f"{len(pictures_in(prompt))} images: with images start the server with SGLANG_MM_AVOID_RETOKENIZE=1, and "
+            "without image settings of its own"
+        )
 
 
 def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None) -> Generation:
     """Read the sample in an answer of `/generate`. Raises `BadAnswer` for one that cannot be trained on."""
     try:
-        meta, ids = answer["meta_info"], answer["output_ids"]
+        meta, ids, seen = answer["meta_info"], answer["output_ids"], answer["prompt_token_ids"]
         entries = meta["output_token_logprobs"]
         logprobs, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
         finish, read, versions = meta["finish_reason"]["type"], meta["prompt_tokens"], versions_of_answer(meta)
-        seen = answer["prompt_token_ids"]
-    except (KeyError, IndexError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if ids != named:
         raise BadAnswer(f"logprobs belong to the ids {named[:5]}..., expected {str(ids)[:50]}...")
-    loading = [span for span in meta["weight_versions"] if span["end"] > span["start"]]
-    if any(str(span["version"]).startswith("loading-") for span in loading):
-        raise HalfLoaded("the server sampled while it loaded weights, from a push that failed or of another run")
-    choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
     check_what_was_read(seen, prompt)
-    found = read_completion(
-        {"choices": [choice], "usage": {"prompt_tokens": read}}, len(prompt), max_tokens, vocab_size
-    )
-    return Generation(found.token_ids, found.logprobs, found.finish_reason, hash_of_ids(prompt), versions)
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
+    sample = {"choices": [{**choice, "prompt_token_ids": prompt}], "usage": {"prompt_tokens": read}}
+    return replace(read_completion(sample, len(prompt), max_tokens, vocab_size), policy_versions=versions)
 
 
 class SGLang(VLLM):
     """The requests to an SGLang server that training needs. `VLLM` documents the methods and their arguments."""
 
-    name, title, article = "sglang", "SGLang", "an"
+    name, title, NEEDED = "sglang", "SGLang", ""
     CONTEXT, WEIGHTS, NAMES_OF_FILES = "--context-length", "/model_info", True
 
     # -- who it is --
@@ -144,22 +136,16 @@ class SGLang(VLLM):
         return str(server.server_info()["version"])
 
     def info(self, server: Any) -> dict[str, Any]:
-        return server.request("GET", "/server_info")
+        return server.request("GET", "/server_info", read=dict)
 
     def settings(self, server: Any) -> dict[str, Any]:
         info = server.server_info()
-        if info.get("speculative_draft_model_path"):
+        if draft := info.get("speculative_draft_model_path"):
             raise ServerError(
-                f"{server.base_url} was started with a draft model ({info['speculative_draft_model_path']}), which "
-                "would get the policy's weights. Start it without --speculative-draft-model-path."
+                f"{server.base_url} was started with a draft model ({draft}), which would get the policy's weights."
             )
-        return {
-            "model": info["model_path"],
-            "tokenizer": info["tokenizer_path"],
-            "dtype": info["dtype"],
-            "max_model_len": server.model_card["max_model_len"],
-            "quantization": info.get("quantization"),
-        }
+        keys = "model_path", "tokenizer_path", "dtype", "quantization"
+        return {**{key: info.get(key) for key in keys}, "max_model_len": server.model_card["max_model_len"]}
 
     def ranks(self, server: Any) -> list[int | None]:
         count = int(server.server_info()["dp_size"])
@@ -169,17 +155,11 @@ class SGLang(VLLM):
         if not (given := [f"{key}={cuts[key]}" for key in CUT_BEHIND_LOGPROBS if key in cuts]):
             return None
         return (
-            f"returns logprobs from before {', '.join(given)}: they are not those of the sampled distribution, "
-            "which biases the importance-sampling correction. Remove the setting"
+            f"returns logprobs from before {', '.join(given)}, which biases the importance ratio. Remove the setting"
         )
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
-
-    def advice(self, status: int, path: str) -> str:
-        if status in (401, 403):
-            return f"{super().advice(status, path)} It may be its --admin-api-key."
-        return f". {self.no_answer}" if status == 404 else ""
 
     # -- samples --
 

@@ -10,25 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
+from mt_grpo.generation.samples import BadAnswer, Question, ask_for_prompt, ask_for_sample
 from mt_grpo.generation.weights import why_server_merges
 
 
 class VLLM:
     """The requests to a vLLM server that training needs."""
 
-    name, title, article = "vllm", "vLLM", "a"  # in recipes (`rollout_engine`), and in messages
+    name, title = "vllm", "vLLM"  # in recipes (`rollout_engine`), and in messages
     CONTEXT = "--max-model-len"  # its flag
+    NEEDED = (
+        " Training needs a server with VLLM_SERVER_DEV_MODE=1, for images started with --enable-scale-out (vLLM 0.30 "
+        "or later), and for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+    )
     WEIGHTS = "/weight_info"  # the address that reports which weights it holds
     NAMES_OF_FILES = False  # whether a push has the names of a checkpoint's files, and not those of the modules
 
-    @property
-    def no_answer(self) -> str:
-        """The advice in an error if another service answers at the server's address."""
-        return (
-            f"This answer is not from {self.article} {self.title} server. Check vllm_server_host, vllm_server_port, "
-            "vllm_server_base_url and rollout_engine."
-        )
+    def advice(self, status: int) -> str:
+        """What to do after an answer of this status, which is an error or not one of this engine's."""
+        if status in (401, 403):
+            return " Set VLLM_API_KEY to the key that the server was started with (--api-key, or --admin-api-key)."
+        if status not in (200, 404):
+            return ""
+        keys = "vllm_server_host, vllm_server_port, vllm_server_base_url and rollout_engine"
+        return f" Expected an answer of {self.title}: check {keys}.{self.NEEDED}"
 
     # -- who it is --
 
@@ -50,17 +55,14 @@ class VLLM:
         return server.request("GET", "/version", read=lambda answer: str(answer["version"]))
 
     def info(self, server: Any) -> dict[str, Any]:
-        """Return the arguments that the server was started with, by the engine's names."""
-
+        """The arguments that the server was started with, by the engine's names."""
         params = {"config_format": "json"}
         return server.request("GET", "/server_info", params=params, read=lambda answer: answer["vllm_config"])
 
     def settings(self, server: Any) -> dict[str, Any]:
-        """The settings that determine samples, their length and weight syncs, the same for all servers of a run."""
-        info, keys = server.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
-        backend = (info.get("weight_transfer_config") or {}).get("backend")
-        lora = (info.get("lora_config") or {}).get("max_lora_rank")
-        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
+        """The settings that determine samples and their length, the same for all servers of a run."""
+        config = server.server_info()["model_config"]
+        return {k: config.get(k) for k in ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")}
 
     def ranks(self, server: Any) -> list[int | None]:
         """The data-parallel ranks, `[None]` if there is one. Raises `ServerError` if a push would miss some."""
@@ -90,20 +92,6 @@ class VLLM:
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
         return why_server_merges(server, rank, slots)
-
-    def advice(self, status: int, path: str) -> str:
-        """What to do after an answer of this status, for the end of an error message."""
-        if status in (401, 403):
-            return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
-        if status != 404:
-            return ""
-        if path == GENERATE:
-            return ". Images need a vLLM server started with --enable-scale-out (0.30 or later)."
-        if path == "/v1/load_lora_adapter":
-            return ". Start the vLLM server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-        if path.startswith(("/v1/", "/health", "/tokenize")):
-            return f". {self.no_answer}"
-        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1."
 
     # -- samples --
 
@@ -137,9 +125,12 @@ class VLLM:
 
     def forget(self, server: Any) -> None:
         """Drop the prefix cache, which old weights computed, unless `load` does. Raises `ServerError` if it fails."""
-        answer = server.request("POST", "/reset_prefix_cache")
-        if answer.get("success") is False:  # its status is 200 even then
-            raise ServerError(f"{server.base_url} could not reset its prefix cache. It would reuse old weights' keys.")
+
+        def read(answer: dict[str, Any]) -> None:
+            if answer.get("success") is False:  # its status is 200 even then
+                raise BadAnswer("the prefix cache was not reset, so it would reuse old weights' keys")
+
+        server.request("POST", "/reset_prefix_cache", read=read)
 
     def forget_images(self, server: Any) -> None:
         """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image.
@@ -148,16 +139,15 @@ class VLLM:
         ("Encoder cache miss", vLLM 0.31 and 0.32). A pause of vLLM 0.32 empties both by itself.
         """
         if server.reads_images:
-            server.request("POST", "/reset_encoder_cache", read=None)
+            server.request("POST", "/reset_encoder_cache")
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`nccl` if the server was started for it and this process has a GPU, otherwise `disk`."""
-        config = (server.server_info().get("weight_transfer_config") or {}).get("backend")
-        if setting == "nccl" and config != "nccl":
+        config = server.server_info().get("weight_transfer_config") or {}
+        fits = config.get("backend") == "nccl" and not server.sends_credentials
+        if setting == "nccl" and not fits:
             raise ServerError(
-                'weight_sync=nccl needs a vLLM server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
+                'weight_sync=nccl needs a vLLM server started with --weight-transfer-config \'{"backend": "nccl"}\', '
+                "and without an API key or a password, which TRL's client does not send. Use disk."
             )
-        if setting == "nccl" and server.sends_credentials:
-            raise ServerError("weight_sync=nccl cannot send an API key or a password (TRL's client). Use disk.")
-        nccl = config == "nccl" and not server.sends_credentials
-        return "nccl" if setting == "nccl" or setting == "auto" and on_gpu and nccl else "disk"
+        return "nccl" if setting == "nccl" or setting == "auto" and on_gpu and fits else "disk"

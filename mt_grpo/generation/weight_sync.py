@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 class WeightCounter(TrainerCallback):
     """Counts weight changes. `global_step` cannot: loading a checkpoint changes the weights at the same step."""
 
-    def __init__(self):
-        self.version = 0
-        self.loads = 0
+    version = loads = 0
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.version += 1
@@ -39,21 +37,17 @@ class WeightCounter(TrainerCallback):
         self.version += 1
         self.loads += 1
 
-    def on_train_end(self, args, state, control, **kwargs):  # after load_best_model_at_end has loaded
-        self.version += 1
-        self.loads += 1
+    on_train_end = on_train_begin  # after load_best_model_at_end has loaded
 
 
 class WeightSync:
     """Keeps the servers' weights equal to the policy's. `sync` is collective: all ranks call it.
 
     Args:
-        servers: The server, or several.
-        model: The policy as the trainer trains it (wrapped, sharded or with adapters).
-        weights, accelerator: The iterator over the policy's parameters; the trainer's accelerator.
+        servers, model: The servers, and the policy as the trainer trains it (wrapped, sharded or with adapters).
         probe_ids: Token ids whose logprobs are compared, (T,).
         num_adapters: How many adapters conversations in flight may name, if the policy's LoRA is pushed alone.
-        scores: Whether reward functions ask the servers. These score with their own weights, without an adapter.
+        scores: Whether reward functions ask the servers, which score without an adapter.
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
@@ -83,10 +77,8 @@ class WeightSync:
         """Push the weights under the name `version`, and check at every `CHECK_EVERY`-th push that they arrived.
 
         Conversations may run meanwhile: their requests wait, and go on with the new weights. Those that name an
-        adapter end with it.
-
-        Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
-        no rank samples before the push is over, and all ranks then know which servers hold the weights.
+        adapter end with it. Only rank 0 calls the servers, and its result or error is broadcast, which is a barrier:
+        no rank samples before the push is over.
 
         While servers are away, `stop_requested` says whether this rank got a signal, and `stop_if_requested` raises if
         any rank did. Returns metrics. Raises `ServerError` if the push failed or the weights did not arrive.
@@ -124,30 +116,29 @@ class WeightSync:
             reason = "a reward function asks the policy, and a server scores without adapters"
         else:
             reason = why_model_merges(self.weights.model, self.weights.sharded)
-        if reason := reason or on_main_process(lambda: self._why_servers_merge(config)) or self._why_base_differs():
-            return self._merge(reason)
-        self._set_adapter(config)
-        if self.accelerator.is_main_process:
-            logger.warning(f"The policy has a LoRA of rank {config.r}. Weight syncs send only the adapter.")
 
-    def _set_adapter(self, config: Any) -> None:
+        def why_servers_merge() -> str | None:
+            reasons = self.servers.ask(lambda server: server.engine.why_merges(server, config.r, self.num_adapters))
+            return next(filter(None, reasons.values()), None)
+
+        if reason := reason or on_main_process(why_servers_merge) or self._why_base_differs():
+            return self._merge(reason)
+        self._set_adapter(config, f"The policy has a LoRA of rank {config.r}. Weight syncs send only the adapter.")
+
+    def _set_adapter(self, config: Any, why: str) -> None:
         self.adapter = config
         for client in self.servers.servers:
             client.transfer.adapter, client.transfer.num_adapters = config, self.num_adapters
+        if self.accelerator.is_main_process:
+            logger.warning(why)
 
     def _merge(self, reason: str) -> None:
         """Push all weights from now on. Raises `ServerError` if the setting is `adapter`."""
         if self.servers.transfer.transport == "adapter":
             raise ServerError(f"weight_sync=adapter: {reason}. Set weight_sync: auto to merge the adapter instead.")
-        self._set_adapter(None)
+        self._set_adapter(None, f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
         for client in self.servers.servers:
             client.transfer.drop_adapters()
-        if self.accelerator.is_main_process:
-            logger.warning(f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
-
-    def _why_servers_merge(self, config: Any) -> str | None:
-        reasons = self.servers.ask(lambda server: server.engine.why_merges(server, config.r, self.num_adapters))
-        return next(filter(None, reasons.values()), None)
 
     def _why_base_differs(self) -> str | None:
         """Why a server's own weights are not those that the adapter is on top of. None if they are. Collective."""
@@ -173,10 +164,7 @@ class WeightSync:
             self.servers.leave(lost, "a rank lost its connection.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
-                # Asked even if all get the weights anyway: it finds out who is there.
-                return self._push_and_check(
-                    version, on_main_process(functools.partial(self.servers.find_restarted, held))
-                )
+                return self._push_and_check(version, held)
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_ATTEMPTS:
                     raise
@@ -185,9 +173,9 @@ class WeightSync:
                 on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
                 stop_if_requested()
 
-    def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
+    def _push_and_check(self, version: str, held: str | None) -> tuple[dict[str, float], float | None]:
         """Returns seconds by phase, and the difference of logprobs, or None if this push is not checked."""
-        if new_server:
+        if new_server := on_main_process(lambda: self.servers.find_restarted(held)):
             on_main_process(self.servers.check_settings)
         if self.num_syncs == 0:
             self._choose_what_is_pushed()
@@ -242,8 +230,7 @@ class WeightSync:
     def _check_that_pushes_arrive(self, version: str) -> None:
         """Push once with noise on every tensor. Raise unless the servers' logprobs are the trainer's with this noise.
 
-        A comparison with unchanged weights proves nothing: a server that ignores pushes, or a tensor whose name it
-        does not know, would pass it. If the run ends in between, the servers hold a version that nobody accepts.
+        With unchanged weights a server that ignores pushes, or a tensor whose name it does not know, would pass.
         """
         # Without shards rank 0 alone has the noise: it pushes, and the originals need memory.
         computes = self.accelerator.is_main_process or self.weights.sharded
@@ -266,8 +253,7 @@ class WeightSync:
             raise ServerError(
                 f"A changed weight did not arrive at {self.servers.servers[number].base_url}, or the server computes "
                 f"something else: with noise on every pushed tensor the mean difference of logprobs is {missed:.2e}, "
-                f"expected at most {allowed:.2g}. See the server's log. Does it expect other weight names for this "
-                "model?"
+                f"expected at most {allowed:.2g}. Does the server expect other weight names? See its log."
             )
 
     def _largest_rounding(self, logprobs: torch.Tensor, exact: bool) -> float:
@@ -298,7 +284,7 @@ class WeightSync:
         return max(gap for number, gap in gaps.items() if number not in problems)
 
     def _distances(self, ours: torch.Tensor) -> dict[int, float]:
-        """Per server the mean difference from our logprobs of the probe ids, (T-1,): the largest of its engines."""
+        """Per server the mean difference from logprobs of the probe ids, (T-1,): the largest of its engines."""
         theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
         return self._largest_of_ranks(
             {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
@@ -337,9 +323,8 @@ class WeightSync:
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:
-        """The trainer's logprobs of the probe ids or others, (T-1,), at temperature 1. Collective if sharded.
-
-        Those of `sampled` ids leave out what may not be sampled, as the server's do. A prompt's have all ids.
+        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1; or of ids with `sampled` ones, which are
+        without what may not be sampled. Collective if sharded.
         """
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)

@@ -30,25 +30,22 @@ SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a seco
 
 def write_weights(
     folder: Path, named_weights: Iterable[tuple[str, torch.Tensor]], file: str = "", shard_bytes: float = SHARD_BYTES
-) -> tuple[set[str], dict[str, float]]:
+) -> tuple[set[str], float]:
     """Write weights into a folder, as one safetensors `file` or, without its name, one per `shard_bytes`.
 
-    A tensor may change once the next one is requested. Returns the names that were written, and seconds: `gather` (the
-    iterator, and to the CPU) and `write`.
+    A tensor may change once the next one is requested. Returns the names that were written, and the seconds of it.
     """
     names: set[str] = set()
     shard: dict[str, torch.Tensor] = {}
-    seconds, began = {"gather": 0.0, "write": 0.0}, time.perf_counter()
+    seconds = 0.0
 
     def write() -> None:
-        nonlocal began
-        gathered = time.perf_counter()
+        nonlocal seconds
+        began = time.perf_counter()
         path = folder / (file or f"model-{len(list(folder.iterdir())) + 1:05d}.safetensors")
         save_file(shard, path, metadata={"format": "pt"})
         shard.clear()
-        seconds["gather"] += gathered - began
-        began = time.perf_counter()
-        seconds["write"] += began - gathered
+        seconds += time.perf_counter() - began
 
     for name, tensor in named_weights:
         if name in names:
@@ -179,24 +176,25 @@ class WeightTransfer:
         try:
             if not transfers:
                 raise ServerLost(f"No {self.server.engine.title} server is left to push weights to.")
-            # All have the same settings.
-            if self.adapter is None and self.resolve(device) == "nccl":
-                weights, seconds = self._collect(named_weights, expected, device)
-            else:
-                weights, seconds = self._write(named_weights, version, expected)
             began = time.perf_counter()
+            if self.adapter is None and self.resolve(device) == "nccl":  # all have the same settings
+                weights, write = self._collect(named_weights, expected, device), {}
+            else:
+                weights, write = self._write(named_weights, version, expected)
+            loads = time.perf_counter()
             limit = self.server.request_timeout if len(transfers) == 1 else self.SEVERAL_PAUSE_SECONDS
 
             def load(transfer: WeightTransfer) -> ServerError | None:
                 return transfer._load(version, weights, device, limit)
 
             errors = at_once(load, transfers) if isinstance(weights, Path) else list(map(load, transfers))
-            return {**seconds, "load": time.perf_counter() - began}, errors
+            gather = loads - began - sum(write.values())
+            return {"gather": gather, **write, "load": time.perf_counter() - loads}, errors
         finally:
             # INVARIANT: an engine may read an adapter's files again while a request names it.
             kept = set().union(*(transfer._loaded.values() for transfer in transfers))
-            for folder in self._folder.glob("*") if self._folder else ():
-                if folder.is_dir() and folder not in kept:
+            for folder in self._folder.glob("*/") if self._folder else ():
+                if folder not in kept:
                     shutil.rmtree(folder, ignore_errors=True)
             for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
                 pass
@@ -206,7 +204,7 @@ class WeightTransfer:
     def _write(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None
     ) -> tuple[Path, dict[str, float]]:
-        """Write all weights, or the adapter, into a folder. Returns it, and seconds by phase."""
+        """Write all weights, or the adapter, into a folder. Returns it, and the seconds as `write`."""
         folder = None
         try:
             folder = self._own_folder(sum((expected or {}).values())) / version
@@ -223,16 +221,16 @@ class WeightTransfer:
                 f"The weight push to {self.server.base_url} through {folder or self.sync_dir} failed: {error}. Set "
                 "weight_sync_dir to a writable directory with enough space that the server sees too."
             ) from error
-        return folder, seconds
+        return folder, {"write": seconds}
 
     def _own_folder(self, size: int) -> Path:
         """This client's own folder, on a disk with room for a version of `size` bytes if there is one.
 
         Folders of killed runs are removed. A folder whose lock is free belongs to no running client.
         """
-        if self._folder is not None and (self._folder / "lock").exists():
-            return self._folder  # otherwise the system has cleaned its temporary directory
-        roots = [Path(self.sync_dir)] if self.sync_dir else [Path("/dev/shm"), Path(tempfile.gettempdir())]
+        if self._folder is not None:
+            return self._folder
+        roots = [Path(self.sync_dir or "/dev/shm"), Path(self.sync_dir or tempfile.gettempdir())]
         roots = [root for root in roots if self.sync_dir or os.access(root, os.W_OK)]
         for folder in (folder for root in roots for folder in root.glob("mt-grpo-weights-*")):
             with suppress(OSError):
@@ -241,20 +239,18 @@ class WeightTransfer:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(folder)  # which follows no link
         root = next((root for root in roots if shutil.disk_usage(root).free > 1.05 * size), roots[-1])
-        folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-weights-", dir=root))
-        self._folder_lock = open(folder / "lock", "w")
-        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
+        self._folder = Path(tempfile.mkdtemp(prefix="mt-grpo-weights-", dir=root))
+        self._folder_lock = open(self._folder / "lock", "w")
+        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
-            folder.chmod(0o755)
-        self._folder = folder.rename(root / folder.name[1:])
+            self._folder.chmod(0o755)
         return self._folder
 
     @staticmethod
     def _collect(
         named_weights: Iterator[tuple[str, torch.Tensor]], expected: dict[str, int] | None, device: torch.device
-    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    ) -> dict[str, torch.Tensor]:
         """Collect all weights for NCCL, which needs their names and shapes before the first is sent."""
-        began = time.perf_counter()
         tensors = {  # what the model does not hold itself is on the CPU: a GPU has no room for a second copy
             name: t if isinstance(t, torch.nn.Parameter) else t.detach().to("cpu", copy=True)
             for name, t in named_weights
@@ -262,7 +258,7 @@ class WeightTransfer:
         check_whole(tensors.keys(), expected)
         if device.type == "cuda":  # vLLM packs on streams of its own, which do not wait for the last optimizer step
             torch.cuda.current_stream(device).synchronize()
-        return tensors, {"gather": time.perf_counter() - began}
+        return tensors
 
     # -- one server's part of a push --
 
@@ -271,24 +267,23 @@ class WeightTransfer:
     ) -> ServerError | None:
         """Let the server load a folder, or send it tensors over NCCL. Returns its error, if it has one."""
         server, through = self.server, f" through {weights}" if isinstance(weights, Path) else ""
-        version = tagged(version, server.lineage)
+        version, held, self.held = tagged(version, server.lineage), self.held, None
         try:
             if self.adapter is not None:
-                self._load_adapter(version, weights)
+                self._load_adapter(version, weights, held)
             elif isinstance(weights, Path):
-                self._while_paused(version, pause_timeout, lambda: server.engine.load(server, weights))
+                self._load_paused(version, held, pause_timeout, lambda: server.engine.load(server, weights))
             else:  # a group is created at the first push, and after one that failed
                 self._nccl = self._nccl or NCCLGroup(server, self.group_port, device)
-                self._while_paused(version, pause_timeout, lambda: self._nccl.send(weights))
+                self._load_paused(version, held, pause_timeout, lambda: self._nccl.send(weights))
         except ServerError as error:
             self.forget_restarted()
-            kind = ServerLost if isinstance(error, ServerLost) else ServerError
             hint = " Does the server see this folder? Else set weight_sync_dir to one that both see." * bool(through)
-            return kind(f"The weight push to {server.base_url}{through} failed: {sentence(error)}{hint}")
+            return type(error)(f"The weight push to {server.base_url}{through} failed: {sentence(error)}{hint}")
+        self.held = version
         return None
 
-    def _while_paused(self, version: str, pause_timeout: float, load: Callable[[], Any]) -> None:
-        held, self.held = self.held, None
+    def _load_paused(self, version: str, held: str | None, pause_timeout: float, load: Callable[[], Any]) -> None:
         server, engine = self.server, self.server.engine
         try:
             engine.pause(server, pause_timeout)
@@ -299,26 +294,24 @@ class WeightTransfer:
             load()
             engine.forget(server)
             engine.name_weights(server, version)
-            self.held = version
         finally:
             try:
                 engine.forget_images(server)
             finally:
                 engine.go_on(server)
 
-    def _load_adapter(self, name: str, folder: Path) -> None:
+    def _load_adapter(self, name: str, folder: Path, held: str | None) -> None:
         """Let the server load an adapter next to its weights. Nothing is paused: a request names its adapter."""
-        held, self.held = self.held, None
         self._check_it_holds(held)
         self._unload(name)  # of a push of the same version that was lost
         self._loaded[name] = folder  # also where the answer is lost
         load = {"lora_name": name, "lora_path": str(folder)}
-        self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load, read=None)
+        self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load)
         self.server.engine.name_weights(self.server, name)
         for old in list(self._loaded)[: -self.num_adapters]:
             if old not in self.in_use:
                 self._unload(old)
-        self.held = self.server.loaded = name
+        self.server.loaded = name
 
     def _check_it_holds(self, held: str | None) -> None:
         """Raise `ServerLost` unless the server still has the version of the last push. None: it is not known."""
@@ -330,7 +323,7 @@ class WeightTransfer:
         if name in self._loaded:
             try:
                 body = {"lora_name": name}
-                self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body, read=None)
+                self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body)
             except ServerLost:
                 raise
             except ServerError:

@@ -99,10 +99,9 @@ class PolicyWeights(VLLMGeneration):
         return {name: tensor.nbytes for name, tensor in adapter_weights(self.model)}
 
     def use_names_of_files(self) -> None:
-        """Send weights under the names, and split into the tensors, of a checkpoint's files from now on.
+        """Send weights under the names of a checkpoint's files from now on: SGLang knows only these.
 
-        transformers renames what it loads, such as the modules of models that read images, and merges experts. vLLM
-        knows both forms, SGLang only that of files. Raises `ServerError` for a weight that files hold with others.
+        transformers renames what it loads, and merges experts. Raises `ServerError` for what cannot be split.
         """
         self.names_of_files = True
         _ = self.expected  # raises
@@ -124,8 +123,7 @@ class PolicyWeights(VLLMGeneration):
         """Context manager that puts noise on every tensor that a push sends, and restores the weights bit for bit.
 
         Each element gets `NOISE` * z times its own size, with z drawn from a generator that the tensor's name seeds.
-        Of a vector that size is at least 0.1, and a matrix of zeros, such as a new adapter's lora_B, gets noise of the
-        size of usual weights. The originals are kept on the CPU. Each rank changes its own shards.
+        The originals are kept on the CPU. Each rank changes its own shards.
         """
         originals: dict[str, torch.Tensor] = {}
         try:
@@ -156,6 +154,7 @@ class PolicyWeights(VLLMGeneration):
                 tensor = parameter.ds_tensor.detach()
             elif isinstance(parameter, DTensor):
                 tensor = tensor.to_local()
+            # A matrix of zeros, such as a new adapter's lora_B, gets noise of the size of usual weights.
             yield name, tensor, 0.1 if len(shape) < 2 else 0.0 if tensor.any() else shape[-1] ** -0.5
 
     def _reshard(self) -> None:
@@ -212,9 +211,7 @@ class PolicyWeights(VLLMGeneration):
 def off_by_rounding(model: Any, size: float) -> Iterator[None]:
     """Context manager in which a model's embeddings are off by `size`, relatively, so that all else rounds anew.
 
-    Right computations of the same logprobs in another order were 0.7 to 1.8 times as far apart on average as those
-    with and without it (random models of 4 and 28 layers, and the bundled ones, in bf16). `size` is 2^-8 for bf16,
-    which rounds by at most 2^-9, and 2^-20 for float32.
+    Right computations in another order were 0.7 to 1.8 times as far apart (bf16, `size` 2^-8; 2^-20 for float32).
     """
 
     def change(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -228,7 +225,7 @@ def off_by_rounding(model: Any, size: float) -> Iterator[None]:
         handle.remove()
 
 
-# LoRA pushed as an adapter: whether a server can load it next to its own weights, and its two files.
+# LoRA pushed as an adapter.
 
 
 def room_for(rank: int) -> int:
@@ -258,7 +255,7 @@ def why_config_merges(config: Any) -> str | None:
 
 
 def why_model_merges(model: Any, sharded: bool) -> str | None:
-    """Why the LoRA of a model, which may be sharded, has to be merged before a push. None if a server can load it."""
+    """Why the LoRA of a model has to be merged before a push. None if a server can load it."""
     if list(model.peft_config) != [ADAPTER]:
         return f"it has the adapters {', '.join(model.peft_config)}"
     if reason := why_config_merges(model.peft_config[ADAPTER]):
@@ -269,15 +266,13 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
         if parameter.requires_grad and not is_of_adapter(name):
             return f"{name} is trained in addition to it"
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and not isinstance(module.get_base_layer(), torch.nn.Linear):
-            return f"it changes {name}, which is not a linear layer"
         if hasattr(module, "lora_A") and TOWER.search(f"{name}."):
             return f"it changes {name}, which is part of the vision tower"
     return None
 
 
 def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
-    """Why a server cannot load adapters of this rank, `slots` of them at the same time. None if it can."""
+    """Why a server cannot load `slots` adapters of this rank. None if it can."""
     flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
     version = server.engine.version(server)
     if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
@@ -287,10 +282,8 @@ def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
         return f"{where} runs several engines (data parallel)"
     if not (config := info.get("lora_config") or {}):
         return f"{where} was started without {flags}"
-    if (most := int(config["max_lora_rank"])) < rank:
-        return f"{where} has room for rank {most}, and lora_r is {rank}: start it with {flags}"
-    if (most := int(config["max_loras"])) < slots:
-        return f"{where} has room for {most} adapters at a time, and {slots} may be in flight: start it with {flags}"
+    if config["max_lora_rank"] < rank or config["max_loras"] < slots:
+        return f"{where} has no room for {slots} adapters of rank {rank}: start it with {flags}"
     if (held := server.weight_version()) != "default":
         return f"{where} holds the weights {held!r} of another run: restart it"
     return None

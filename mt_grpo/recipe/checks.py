@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import heapq
+import importlib.metadata
 import inspect
 import logging
 import os
 import re
+import tomllib
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.tested_versions import warn_of_untested
 from mt_grpo.conversation.conversations import check_conversations, limits_of
 from mt_grpo.images.pictures import (
     OTHER_KINDS,
@@ -31,7 +35,7 @@ from mt_grpo.images.pictures import (
 from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
-from mt_grpo.rollout import ROLES, Origin
+from mt_grpo.rollout import Origin
 from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS
 from mt_grpo.training.policy_scores import asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
@@ -45,6 +49,8 @@ CUTS = {
     "logit_bias": ({}, None), "bad_words": ([], None), "allowed_token_ids": (None,),
 }  # fmt: skip
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
+# The roles of OpenAI's API, and those of the templates of Llama (`ipython`), GLM (`observation`) and Gemma (`model`).
+ROLES = frozenset("system developer user assistant tool function ipython observation environment model".split())
 DATA_URL = re.compile("data:[^'\"]*")  # of an image
 CREDIT_KEYS = ("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline")
 
@@ -166,6 +172,23 @@ def check_groups(funcs: list[Callable], args: GRPOConfig, dataset: Any) -> None:
             "A reward function has the parameter groups. Set per_device_train_batch_size * steps_per_generation and "
             "per_device_eval_batch_size to multiples of num_generations."
         )
+
+
+def warn_of_untested(versions: dict[str, str] | None = None) -> None:
+    """Warn of versions, such as `{"vllm": "0.1.0"}`, that were not tested. None: of those that are installed here."""
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}) if path.is_file() else {}
+    if project.get("name") != "mt-grpo":  # somebody else's, where a copy of the script stands
+        return
+    servers = project["optional-dependencies"]
+    for tested in map(Requirement, [*project["dependencies"], *servers["vllm"], *servers["sglang"]]):
+        with suppress(KeyError, importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(tested.name) if versions is None else versions[tested.name]
+            if not tested.specifier.contains(version, prereleases=True):
+                logger.warning(
+                    f"{tested.name} {version} was not tested with this trainer, but {tested.specifier}. If something "
+                    "fails, install tested versions: bash scripts/setup.sh (servers: --gpu, without a GPU --test)."
+                )
 
 
 def check_processes(args: GRPOConfig) -> None:

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import RunError, RunStopped, ServerError, error_line, root_cause, tell_once
+from mt_grpo.base.errors import RunError, RunStopped, ServerError, error_line, tell_once
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import on_main_process, raise_on_all_ranks
 from mt_grpo.base.rows import prompts_of, row_text
@@ -401,7 +401,7 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
-            logger.error("training stopped", exc_info=root_cause(error))
+            logger.error("training stopped", exc_info=error.__cause__)
             if isinstance(error, CheckpointError):  # nothing was trained: there is no state to save
                 sys.exit(f"error: {error}")
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
