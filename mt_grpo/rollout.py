@@ -11,6 +11,8 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 Message = dict[str, Any]  # with `role` and `content`, as chat templates take them
+# The roles of OpenAI's API, and those of the templates of Llama (`ipython`), GLM (`observation`) and Gemma (`model`).
+ROLES = frozenset("system developer user assistant tool function ipython observation environment model".split())
 
 
 class StopReason(StrEnum):
@@ -374,9 +376,6 @@ class Rollout(TurnTokens):
         contexts = [*(turn.context for turn in self.turns), self.edited]
         own = sum(len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns)
         return own + sum(context.new_tokens for context in contexts if context is not None)
-
-
-# The protocols of an environment and a backend. A class implements one without importing it.
 
 
 class Environment(Protocol):

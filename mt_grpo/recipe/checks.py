@@ -35,7 +35,7 @@ from mt_grpo.images.pictures import (
 from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
-from mt_grpo.rollout import Origin
+from mt_grpo.rollout import ROLES, Origin
 from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS
 from mt_grpo.training.policy_scores import asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
@@ -49,8 +49,6 @@ CUTS = {
     "logit_bias": ({}, None), "bad_words": ([], None), "allowed_token_ids": (None,),
 }  # fmt: skip
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
-# The roles of OpenAI's API, and those of the templates of Llama (`ipython`), GLM (`observation`) and Gemma (`model`).
-ROLES = frozenset("system developer user assistant tool function ipython observation environment model".split())
 DATA_URL = re.compile("data:[^'\"]*")  # of an image
 CREDIT_KEYS = ("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline")
 

@@ -100,24 +100,11 @@ def test_an_address_that_can_never_work_is_refused(url):
         assert VLLMServerClient(host).base_url == f"http://{found}:8000"
 
 
-def test_a_name_that_nobody_knows_is_not_waited_for(proxy, client):
-    """At the start. In the middle of a run it is the name server that fails, and may come back."""
-    with pytest.raises(ServerError, match="no-such-host.invalid.*No server can be reached") as raised:
-        VLLMServerClient("no-such-host.invalid", timeout=3.0).wait_until_healthy()
-    assert not isinstance(raised.value, ServerLost)
-    proxy.faults = lambda request: Fault("up", status=200, body=b"")
-    client.wait_until_healthy()
-    client.base_url = "http://no-such-host.invalid:8000"
-    with pytest.raises(ServerLost, match="no-such-host.invalid"):
-        client.request("GET", "/health")
-
-
 OLLAMA = b'{"object": "list", "data": [{"id": "llama3", "object": "model", "owned_by": "library"}]}'
-NO_VLLM = "This answer is not from a vLLM server. Check vllm_server_host, vllm_server_port, vllm_server_base_url"
+NO_VLLM = "Expected an answer of vLLM: check vllm_server_host, vllm_server_port, vllm_server_base_url"
 
 
 @pytest.mark.parametrize("ask, status, body, message", [
-    ("health", 200, b"<html>Grafana</html>", f"GET .*/health: 200 '<html>Grafana</html>'. {NO_VLLM}"),
     ("models", 200, OLLAMA, f"GET .*/v1/models: 200 .*llama3.*. {NO_VLLM}"),
     ("models", 200, b"<html>" + b"x" * 100_000, f"GET .*/v1/models: 200 '<html>x*'. {NO_VLLM}"),
     ("models", 401, b'{"error": "Unauthorized"}', "401 .*VLLM_API_KEY"),
@@ -131,7 +118,7 @@ def test_another_service_is_told_as_such(proxy, client, ask, status, body, messa
     if ask == "score":
         client.__dict__["model_card"] = {"id": "model"}
     asks = {
-        "health": client.wait_until_healthy, "models": lambda: client.model_card, "info": client.server_info,
+        "models": lambda: client.model_card, "info": client.server_info,
         "version": client.weight_version, "score": lambda: client.score([5, 6]),
     }  # fmt: skip
     with pytest.raises(ServerError, match=message) as raised:
@@ -152,9 +139,6 @@ def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
     # python3 -c 'import base64; print(base64.b64encode(b"ann:s t"))'
     assert [request.headers.get("Authorization") for request in proxy.requests] == ["Basic YW5uOnMgdA=="] * 2
     monkeypatch.setenv("VLLM_API_KEY", "key")
-    with pytest.raises(ServerError, match="VLLM_API_KEY. A request can carry only one") as raised:
-        VLLMServerClient(base_url="http://ann:hunter2@gpu1")
-    assert "hunter2" not in str(raised.value)
     VLLMServerClient("127.0.0.1", proxy.port).healthy()
     assert proxy.requests[-1].headers["Authorization"] == "Bearer key"
 
