@@ -15,7 +15,7 @@ LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
 
 
 @functools.cache
-def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
+def background_loop(thread: str) -> asyncio.AbstractEventLoop:
     """The event loop of a daemon thread of this name, which is started once. A notebook's own loop may be running."""
     loop = asyncio.new_event_loop()
 
@@ -30,12 +30,12 @@ def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
 
 def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
     """Start a coroutine on the background loop; returns at once."""
-    return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, background_loop(LOOP_THREAD))
 
 
 async def run_on_thread(coroutine: Coroutine, thread: str) -> Any:
     """Run a coroutine on the event loop of a thread, also of this one. A caller that is cancelled cancels it."""
-    if threading.current_thread().name == thread:
+    if asyncio.get_running_loop() is background_loop(thread):
         return await coroutine
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread)))
 

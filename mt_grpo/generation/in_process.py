@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from mt_grpo.base.event_loop import background_loop, gather_all, start_in_background
+from mt_grpo.base.event_loop import LOOP_THREAD, background_loop, gather_all, start_in_background
 from mt_grpo.rollout import Generation, hash_of_ids
 
 
@@ -136,7 +136,7 @@ class InProcessBackend:
                     return running.result()
                 generations = self._run(batch or [(0, [0], 1, None)])  # dummy: other ranks still generate
                 if batch:
-                    background_loop().call_soon_threadsafe(self._deliver, batch, generations)
+                    background_loop(LOOP_THREAD).call_soon_threadsafe(self._deliver, batch, generations)
         finally:
             running.cancel()
 
