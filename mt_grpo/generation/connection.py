@@ -242,8 +242,7 @@ class ServerConnection:
     def salt(self) -> dict[str, str]:
         """The cache salt of a request: the name of the last push, and a random one while a push is under way.
 
-        A push drops the server's prefix cache. If that failed silently, a prefix that old weights computed would be
-        reused with new ones, and no logprob would show it. vLLM keeps the prefixes of adapters apart.
+        So no prefix of old weights is reused, even if the server did not drop it. Those of adapters are apart anyway.
         """
         if self.pushed is None or self.adapter is not None:
             return {}
@@ -261,15 +260,14 @@ class ServerConnection:
         return self._session
 
     async def _post(self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
-        """POST a request. Returns `read` of the JSON answer.
-
-        The request is sent again, with backoff, after a connection error, 429, 5xx or a timeout, until
-        `self.timeout` seconds after its first failure. It is also sent again after an answer that is not JSON, or that
-        `read` rejects with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row.
-        """
         return await run_on_thread(self._post_again(path, payload, read), LOOP_THREAD)
 
     async def _post_again(self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
+        """POST a request. Returns `read` of the JSON answer.
+
+        It is sent again, with backoff, until `self.timeout` seconds after its first failure (no connection, 429, 5xx,
+        a timeout), or until `BAD_ANSWERS` in a row are no JSON, or none for `read`.
+        """
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
             try:
@@ -307,10 +305,7 @@ class ServerConnection:
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them.
-
-        Returns per conversation `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
-        """
+        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them."""
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
         if self.tokenizer is None:
@@ -320,23 +315,19 @@ class ServerConnection:
         rendering = {"add_generation_prompt": True, "return_dict": False}
         rendering |= params.pop("chat_template_kwargs", None) or {}
         rendering |= {key: params.pop(key) for key in ("reasoning_effort",) if key in params}
-
-        async def answer(messages: list[dict[str, str]]) -> dict[str, Any]:
-            prompt_ids = self.tokenizer.apply_chat_template(messages, **rendering)
-            limit = next(filter(None, limits), self.max_model_len - len(prompt_ids))
-            generation = await self.generate(prompt_ids, limit, params)
-            return {
+        prompts = [self.tokenizer.apply_chat_template(messages, **rendering) for messages in messages_list]
+        limit = next(filter(None, limits), None)
+        asked = [self.generate(ids, limit or self.max_model_len - len(ids), params) for ids in prompts]
+        return [
+            {
                 "text": self.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
                 "token_ids": generation.token_ids,
                 "logprobs": generation.logprobs,
                 "prompt_ids": prompt_ids,
                 "finish_reason": generation.finish_reason,
             }
-
-        async def answer_all() -> list[dict[str, Any]]:
-            return await gather_all([answer(messages) for messages in messages_list])
-
-        return run_async(answer_all())
+            for prompt_ids, generation in zip(prompts, run_async(gather_all(asked)))
+        ]
 
     async def held_version(self) -> str | None:
         """The version of the weights that the server holds; None if it does not answer.

@@ -80,8 +80,7 @@ def read_completion(
 def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
     """Build the request for a payload of `/v1/completions`, whose prompt may have image ids.
 
-    Its answer is read as a `Generation` with ids below `vocab_size`. INVARIANT: every request of a model that reads
-    images forbids the ids `unsampled`, as `forbid` does when logprobs are computed.
+    INVARIANT: every request of a model that reads images forbids the ids `unsampled`, as `forbid` does in passes.
     """
     prompt, limit = payload["prompt"], payload["max_tokens"]
     if unsampled:
@@ -97,10 +96,14 @@ def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[int, float
     return own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)
 
 
-def ask_for_prompt(payload: dict[str, Any]) -> Question:
-    """Build the request for a prompt's logprobs. Its answer is read as one logprob per id of `prompt[1:]`."""
+def ask_for_prompt(payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
+    """Build the request for a prompt's logprobs, to one engine (`rank`) or to any.
+
+    Its answer is read as one logprob per id of `prompt[1:]`.
+    """
     prompt, payload = payload["prompt"], {**payload, "prompt_logprobs": 0}
     has_images = any(map(is_picture, prompt))
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
 
     def read(answer: dict[str, Any]) -> list[float]:
         if has_images:
@@ -110,8 +113,8 @@ def ask_for_prompt(payload: dict[str, Any]) -> Question:
         return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)]
 
     if not has_images:
-        return Question(COMPLETIONS, payload, read)
-    return Question(GENERATE, generate_body({**payload, "return_token_ids": True}), read)
+        return Question(COMPLETIONS, payload, read, headers)
+    return Question(GENERATE, generate_body({**payload, "return_token_ids": True}), read, headers)
 
 
 def once_per_image(prompt: list[int]) -> list[int]:
@@ -179,10 +182,7 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
 
 
 def tagged(version: str, lineage: int) -> str:
-    """The name of a weight version on one server, such as `3f2a-7+2`, with how often this server restarted before.
-
-    Without it, a server that restarts and gets its weights between two questions would pass for one that never did.
-    """
+    """The name of a weight version on one server, such as `3f2a-7+2`, with how often this server restarted before."""
     return f"{version}+{lineage}" if lineage else version
 
 
@@ -195,8 +195,7 @@ def number_of_version(name: str) -> int | None:
 def continues(held: str | None, version: str, lineage: int) -> bool | None:
     """Whether a server that reports `held` had only weights of this run since `version` was pushed to it.
 
-    None: it cannot be told now. The server does not answer (`held` is None), a push is under way, or rank 0 knows of a
-    restart that this rank will hear of at the end of the push.
+    None: it cannot be told before the end of a push, of which rank 0 may know a restart; or `held` is None.
 
     >>> continues("3f2a-7", "3f2a-7", 0), continues("3f2a-9", "3f2a-7", 0), continues("3f2a-6", "3f2a-7", 0)
     (True, True, False)

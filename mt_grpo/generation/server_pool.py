@@ -88,12 +88,10 @@ class Route:
 async def gather_proven(pool: ServerPool, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
     """Return the results that provably come from the weights `version` or later ones, and None for all others.
 
-    A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
-    reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
-    so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
-    server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. If
-    no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
-    loads gives none.
+    A result is proven if each server that sampled for it reports, after its last answer, a version that `continues`
+    this one: a restarted server has none. A server that reports another is lost, and so is one that is silent
+    `pool.LOST_AFTER` times in a row, if there is another one. A conversation of a lost server goes on at another one,
+    unless something that it sampled is unproven: then it is cancelled.
 
     Raises the first error of a conversation, and `ServerLost` if no version comes within `timeout` after all results.
     """
@@ -162,8 +160,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
 class ServerPool:
     """One or several servers with the same model as one backend. Conversations go to servers that hold the weights.
 
-    A lost server is left out, and joins again with the next push of weights. The background loop reads `joined` and
-    leaves servers while the main thread pushes. So the lists are replaced under a lock, and never changed in place.
+    A lost server is left out, and joins again with the next push of weights.
     """
 
     BACK_SECONDS = 2.0  # of a push, in which a server that was left out may say that it is back
@@ -175,7 +172,8 @@ class ServerPool:
         self.base_url = ", ".join(server.base_url for server in servers)  # for messages, as is the title
         self.title = servers[0].engine.title
         self.tokenizer = servers[0].tokenizer
-        # The servers that hold the weights, the same on all ranks after a push. Conversations go to these alone.
+        # The servers that hold the weights, the same on all ranks after a push. Conversations go to these alone. The
+        # background loop leaves some while the main thread pushes: the lists are replaced under a lock, as a whole.
         self.joined = list(range(len(servers)))
         # Those that get the weights with the push that is under way, on rank 0. INVARIANT: no conversation is routed
         # to them: until the push is over they hold a new process's weights.
@@ -245,10 +243,7 @@ class ServerPool:
         return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
 
     def leave(self, number: int, why: Any, joining: bool = False) -> None:
-        """Leave a server out, for the reason `why`. Its open requests are cancelled, and then sent to another one.
-
-        A joining one is left only if `joining` is set. A conversation's watch does not: it knows the old process.
-        """
+        """Leave a server out, or one that is joining if `joining` is set. Its open requests go to another one."""
         with self._lock:
             if number not in (self.members if joining else self.joined):
                 return
@@ -276,8 +271,7 @@ class ServerPool:
     def ask(self, question: Callable[[Any], Any], numbers: list[int] | None = None) -> dict[int, Any]:
         """Call `question` for these servers, or all members, at the same time. Returns number -> answer.
 
-        Servers with an error are left out. Raises the error if no server remains, or before all of them have held the
-        first weights.
+        Servers with an error are left out. Raises it if no server remains, or before all have held the first weights.
         """
 
         def answer(number: int) -> Any:
@@ -301,9 +295,9 @@ class ServerPool:
         return {number: answer for number, answer in answers.items() if number not in errors}
 
     def find_restarted(self, held: str | None) -> bool:
-        """Whether any server holds other weights than `held`: it restarted, or is back.
+        """Whether any server holds other weights than `held`: it restarted, or is back. It joins with this push.
 
-        Such servers join with this push, and begin a new lineage: their unproven samples are lost. For rank 0.
+        It begins a new lineage: its unproven samples are lost. For rank 0.
         """
         away = [n for n in range(len(self.servers)) if n not in self.members]
         healthy = at_once(lambda n: self.servers[n].healthy(self.BACK_SECONDS), away)

@@ -1,17 +1,6 @@
 """SGLang as an engine, through its native API. `/generate` takes ids, and reports which weights sampled each token.
 
-What hurts there was measured with 0.5.23:
-
-- An id outside the vocabulary ends the process. So ids are compared with the vocabulary before they are sent.
-- A file of weights that cannot be read ends the process: it goes back to its old weights by reading the same file.
-  A push gives it a folder whose files are whole.
-- An image's tokens are filled in by the server. Ids that have them already are never answered.
-- Ids next to images are decoded, and the text is tokenised again, unless `SGLANG_MM_AVOID_RETOKENIZE=1`. So each
-  answer says what was read, and it is compared.
-- What the vision tower computed outlives new weights, unless `SGLANG_VLM_CACHE_SIZE_MB=0`.
-- Logprobs are of the distribution before top_p, top_k and min_p have truncated it.
-- A weight of another name than a checkpoint's files have ends the process, or is left out with a warning in its log.
-- `/health` samples a token: in a pause it does not answer, and the server then counts as sick.
+docs/cluster.md has a list of what hurts there, and what is done against it.
 """
 
 from __future__ import annotations
@@ -130,7 +119,7 @@ class SGLang(VLLM):
         # It rejects a prompt of `max_req_input_len` tokens, which is six less than its context, or less if its
         # memory holds less; and it silently truncates `max_new_tokens` beyond a few more.
         context = min(context, int(info["max_req_input_len"]))
-        return {"id": info["served_model_name"], "root": info["model_path"], "max_model_len": context}
+        return {"id": info["served_model_name"], "max_model_len": context}
 
     def version(self, server: Any) -> str:
         return str(server.server_info()["version"])

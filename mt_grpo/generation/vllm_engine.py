@@ -6,12 +6,19 @@ Each method asks one server through its client (`ServerConnection`), whose `requ
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation.samples import BadAnswer, Question, ask_for_prompt, ask_for_sample
-from mt_grpo.generation.weights import why_server_merges
+from mt_grpo.generation.samples import BadAnswer, ask_for_prompt, ask_for_sample
+from mt_grpo.generation.weights import room_for
+
+FLAGS = "--enable-lora --max-loras {slots} --max-lora-rank {rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+# Before, a load could move adapters of requests in flight to each other's places (vLLM's issue 47724).
+LEAST_VLLM = Version("0.31")
 
 
 class VLLM:
@@ -42,13 +49,9 @@ class VLLM:
         server.request("GET", "/health", timeout=timeout)
 
     def card(self, server: Any) -> dict[str, Any]:
-        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
-
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            card = answer["data"][0]
-            return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
-
-        return server.request("GET", "/v1/models", read=read)
+        """The served model: `id` (its name in requests) and `max_model_len`."""
+        keys = "id", "max_model_len"
+        return server.request("GET", "/v1/models", read=lambda answer: {key: answer["data"][0][key] for key in keys})
 
     def version(self, server: Any) -> str:
         """The engine's version."""
@@ -91,18 +94,23 @@ class VLLM:
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
-        return why_server_merges(server, rank, slots)
+        flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
+        version, info = self.version(server), server.server_info()
+        if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
+            return f"{where} runs vLLM {version}, and loading adapters needs {LEAST_VLLM} or later"
+        if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
+            return f"{where} runs several engines (data parallel)"
+        if not (config := info.get("lora_config") or {}):
+            return f"{where} was started without {flags}"
+        if config["max_lora_rank"] < rank or config["max_loras"] < slots:
+            return f"{where} has no room for {slots} adapters of rank {rank}: start it with {flags}"
+        if (held := server.weight_version()) != "default":
+            return f"{where} holds the weights {held!r} of another run: restart it"
+        return None
 
     # -- samples --
 
-    def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-        """Build the request for one sample, whose answer is read as a `Generation` (`samples.ask_for_sample`)."""
-        return ask_for_sample(payload, vocab_size, unsampled)
-
-    def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
-        """Build the request for the logprobs of `prompt[1:]` at temperature 1, to one rank or to any."""
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        return ask_for_prompt(payload)._replace(headers=headers)
+    ask_for_sample, ask_for_prompt = staticmethod(ask_for_sample), staticmethod(ask_for_prompt)
 
     # -- weights --
 

@@ -121,32 +121,16 @@ class WeightSync:
             reasons = self.servers.ask(lambda server: server.engine.why_merges(server, config.r, self.num_adapters))
             return next(filter(None, reasons.values()), None)
 
-        if reason := reason or on_main_process(why_servers_merge) or self._why_base_differs():
-            return self._merge(reason)
-        self._set_adapter(config, f"The policy has a LoRA of rank {config.r}. Weight syncs send only the adapter.")
-
-    def _set_adapter(self, config: Any, why: str) -> None:
-        self.adapter = config
-        for client in self.servers.servers:
-            client.transfer.adapter, client.transfer.num_adapters = config, self.num_adapters
-        if self.accelerator.is_main_process:
-            logger.warning(why)
-
-    def _merge(self, reason: str) -> None:
-        """Push all weights from now on. Raises `ServerError` if the setting is `adapter`."""
-        if self.servers.transfer.transport == "adapter":
+        reason = reason or on_main_process(why_servers_merge)
+        if reason and setting == "adapter":
             raise ServerError(f"weight_sync=adapter: {reason}. Set weight_sync: auto to merge the adapter instead.")
-        self._set_adapter(None, f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
+        self.adapter, text = config, f" of rank {config.r}. Weight syncs send only the adapter."
+        if reason:
+            self.adapter, text = None, f". Weight syncs send merged weights, since {sentence(reason)}"
         for client in self.servers.servers:
-            client.transfer.drop_adapters()
-
-    def _why_base_differs(self) -> str | None:
-        """Why a server's own weights are not those that the adapter is on top of. None if they are. Collective."""
-        with self.weights.model.disable_adapter():
-            gap = max(self._distances_of_samples().values())
-        if gap <= self._logprob_tolerance():
-            return None
-        return f"the server's base weights differ from the policy's (mean difference of logprobs {gap:.2e})"
+            client.transfer.adapter, client.transfer.num_adapters = self.adapter, self.num_adapters
+        if self.accelerator.is_main_process:
+            logger.warning(f"The policy has a LoRA{text}")
 
     # -- the push --
 
@@ -179,13 +163,7 @@ class WeightSync:
             on_main_process(self.servers.check_settings)
         if self.num_syncs == 0:
             self._choose_what_is_pushed()
-            try:
-                self._check_that_pushes_arrive(version)
-            except ServerError as error:
-                if self.adapter is None or "/v1/load_lora_adapter: " not in str(error):
-                    raise
-                self._merge(f"the server cannot load it: {error}")  # a module that vLLM does not adapt, say
-                self._check_that_pushes_arrive(version)
+            self._check_that_pushes_arrive(version)
         seconds = self._push(version)
         if not new_server and self.num_syncs % self.CHECK_EVERY:
             return seconds, None
@@ -299,10 +277,8 @@ class WeightSync:
         return largest
 
     def _distances_of_samples(self, computes: bool = True) -> dict[int, float]:
-        """Compute `_distances` of what each server samples after the probe ids, on ranks where `computes` is true.
-
-        vLLM 0.31 on a CPU ends if it scores a prompt with an adapter while conversations run.
-        """
+        """Compute `_distances` of what each server samples after the probe ids, on ranks where `computes` is true."""
+        # vLLM 0.31 on a CPU ends if it scores a prompt with an adapter while conversations run.
         ids = self._probe_ids
         num_sampled = min(self.NUM_SAMPLED, self.servers.max_model_len - len(ids))
         samples = on_main_process(lambda: self.servers.samples(ids, num_sampled))
@@ -323,9 +299,7 @@ class WeightSync:
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:
-        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1; or of ids with `sampled` ones, which are
-        without what may not be sampled. Collective if sharded.
-        """
+        """The trainer's logprobs of ids, (T-1,). Those of `sampled` ones are without what may not be sampled."""
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)
             if not sampled:

@@ -31,10 +31,7 @@ SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a seco
 def write_weights(
     folder: Path, named_weights: Iterable[tuple[str, torch.Tensor]], file: str = "", shard_bytes: float = SHARD_BYTES
 ) -> tuple[set[str], float]:
-    """Write weights into a folder, as one safetensors `file` or, without its name, one per `shard_bytes`.
-
-    A tensor may change once the next one is requested. Returns the names that were written, and the seconds of it.
-    """
+    """Write weights into a folder, as one safetensors `file` or one per `shard_bytes`. Returns names, and seconds."""
     names: set[str] = set()
     shard: dict[str, torch.Tensor] = {}
     seconds = 0.0
@@ -53,8 +50,9 @@ def write_weights(
         if not file and shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > shard_bytes:
             write()
         names.add(name)
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()  # tied weights come twice, and are copied
-        del tensor  # before the next one is requested
+        # A copy: tied weights come twice, and a tensor may change once the next one is requested.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        del tensor
     write()
     return names, seconds
 
@@ -66,11 +64,10 @@ def check_whole(names: Iterable[str], expected: dict[str, int] | None) -> None:
 
 
 class NCCLGroup:
-    """An NCCL group with one server, whose workers join at `port` of this process. Its calls have a time limit.
+    """An NCCL group with one server, whose workers join at `port` of this process.
 
-    NCCL has none: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So calls run in
-    a thread of their own. It is abandoned, and the group aborted, if the server is no longer healthy, or after the
-    server's `request_timeout`: `ServerLost`.
+    A worker that is gone leaves the sender waiting in a call that no signal interrupts. So calls run in a thread. If
+    the server is not healthy, or after its `request_timeout`, the group is aborted: `ServerLost`.
     """
 
     LOST_AFTER = 3  # health checks without an answer, in a row
@@ -142,8 +139,6 @@ class WeightTransfer:
     `VLLMServerClient` documents the arguments. If `adapter` is set, it alone is pushed, through files.
     """
 
-    SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers, of which none may hold up the others
-
     def __init__(self, server: Any, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self.held: str | None = None  # the version that the last complete push set; None: not known
@@ -171,7 +166,7 @@ class WeightTransfer:
     ) -> tuple[dict[str, float], list[ServerError | None]]:
         """Push one copy of the weights to the servers of `transfers`. Other arguments as in `update_weights`.
 
-        Returns seconds by phase, and per server its error or None. Raises what concerns all of them.
+        Returns seconds by phase, and per server its error or None.
         """
         try:
             if not transfers:
@@ -182,12 +177,8 @@ class WeightTransfer:
             else:
                 weights, write = self._write(named_weights, version, expected)
             loads = time.perf_counter()
-            limit = self.server.request_timeout if len(transfers) == 1 else self.SEVERAL_PAUSE_SECONDS
-
-            def load(transfer: WeightTransfer) -> ServerError | None:
-                return transfer._load(version, weights, device, limit)
-
-            errors = at_once(load, transfers) if isinstance(weights, Path) else list(map(load, transfers))
+            by_turns = map if isinstance(weights, dict) else at_once
+            errors = list(by_turns(lambda transfer: transfer._load(version, weights, device), transfers))
             gather = loads - began - sum(write.values())
             return {"gather": gather, **write, "load": time.perf_counter() - loads}, errors
         finally:
@@ -224,10 +215,7 @@ class WeightTransfer:
         return folder, {"write": seconds}
 
     def _own_folder(self, size: int) -> Path:
-        """This client's own folder, on a disk with room for a version of `size` bytes if there is one.
-
-        Folders of killed runs are removed. A folder whose lock is free belongs to no running client.
-        """
+        """This client's folder, on a disk with room for `size` bytes if there is one. Removes those of killed runs."""
         if self._folder is not None:
             return self._folder
         roots = [Path(self.sync_dir or "/dev/shm"), Path(self.sync_dir or tempfile.gettempdir())]
@@ -235,7 +223,7 @@ class WeightTransfer:
         for folder in (folder for root in roots for folder in root.glob("mt-grpo-weights-*")):
             with suppress(OSError):
                 if folder.lstat().st_uid == os.geteuid():
-                    with open(folder / "lock", "r+") as lock:
+                    with open(folder / "lock", "r+") as lock:  # free if its client is gone
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(folder)  # which follows no link
         root = next((root for root in roots if shutil.disk_usage(root).free > 1.05 * size), roots[-1])
@@ -262,9 +250,7 @@ class WeightTransfer:
 
     # -- one server's part of a push --
 
-    def _load(
-        self, version: str, weights: Path | dict[str, torch.Tensor], device: torch.device, pause_timeout: float
-    ) -> ServerError | None:
+    def _load(self, version: str, weights: Path | dict[str, torch.Tensor], device: torch.device) -> ServerError | None:
         """Let the server load a folder, or send it tensors over NCCL. Returns its error, if it has one."""
         server, through = self.server, f" through {weights}" if isinstance(weights, Path) else ""
         version, held, self.held = tagged(version, server.lineage), self.held, None
@@ -272,21 +258,22 @@ class WeightTransfer:
             if self.adapter is not None:
                 self._load_adapter(version, weights, held)
             elif isinstance(weights, Path):
-                self._load_paused(version, held, pause_timeout, lambda: server.engine.load(server, weights))
+                self._load_paused(version, held, lambda: server.engine.load(server, weights))
             else:  # a group is created at the first push, and after one that failed
                 self._nccl = self._nccl or NCCLGroup(server, self.group_port, device)
-                self._load_paused(version, held, pause_timeout, lambda: self._nccl.send(weights))
+                self._load_paused(version, held, lambda: self._nccl.send(weights))
         except ServerError as error:
             self.forget_restarted()
             hint = " Does the server see this folder? Else set weight_sync_dir to one that both see." * bool(through)
+            hint += " If it has no adapters for this model, set weight_sync: disk." * (self.adapter is not None)
             return type(error)(f"The weight push to {server.base_url}{through} failed: {sentence(error)}{hint}")
         self.held = version
         return None
 
-    def _load_paused(self, version: str, held: str | None, pause_timeout: float, load: Callable[[], Any]) -> None:
+    def _load_paused(self, version: str, held: str | None, load: Callable[[], Any]) -> None:
         server, engine = self.server, self.server.engine
         try:
-            engine.pause(server, pause_timeout)
+            engine.pause(server, server.request_timeout)
             # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
             self._check_it_holds(held)
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
@@ -330,14 +317,6 @@ class WeightTransfer:
                 pass
             del self._loaded[name]
 
-    def drop_adapters(self, timeout: float = 60.0) -> None:
-        """Unload all adapters that the server was sent, such as before all weights are pushed instead."""
-        self.server.loaded = None
-        for name in list(self._loaded):
-            with suppress(ServerError):  # all ranks go on alike, and a lost server fails at the push
-                self._unload(name, timeout)
-        self._loaded.clear()
-
     def forget_restarted(self) -> None:
         """Forget what a new process does not have: the version of the last push, and its place in the NCCL group."""
         self.held = None
@@ -349,10 +328,11 @@ class WeightTransfer:
         """Let the server report its own weights again and forget this client's adapters, and remove the folder."""
         try:
             if self._loaded:
-                self.held = self.server.adapter = None
+                self.held = self.server.adapter = self.server.loaded = None
                 with suppress(ServerError, RuntimeError):  # the server, or the interpreter's threads, may be gone
                     self.server.engine.name_weights(self.server, "default", timeout=5.0)
-                    self.drop_adapters(timeout=5.0)
+                    for name in list(self._loaded):
+                        self._unload(name, timeout=5.0)
         finally:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from packaging.version import Version
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
@@ -33,9 +31,6 @@ ENGINE_READS = {
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform",
     "layers_pattern", "init_lora_weights", "runtime_config",
 }  # fmt: skip
-FLAGS = "--enable-lora --max-loras {slots} --max-lora-rank {rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-# Before, a load could move adapters of requests in flight to each other's places (vLLM's issue 47724).
-LEAST_VLLM = Version("0.31")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
 
 
@@ -56,10 +51,8 @@ def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Ten
 class PolicyWeights(VLLMGeneration):
     """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Two things differ from TRL's own.
 
-    1. Each adapted layer is merged in a copy. TRL merges and unmerges the whole model itself, which in bf16 changes
-       the frozen weights a little at every sync, and under ZeRO-3 needs memory for the whole model on each GPU.
-    2. Tied parameters are yielded under all their names. `named_parameters()` yields them once. vLLM on CPU packs
-       `lm_head` at load and does not update it from the embedding, so it would sample from old weights.
+    1. Each adapted layer is merged in a copy. TRL merges and unmerges the model, which in bf16 changes frozen weights.
+    2. Tied parameters are yielded under all their names: vLLM on CPU does not update `lm_head` from the embedding.
     """
 
     names_of_files = False
@@ -268,24 +261,6 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and TOWER.search(f"{name}."):
             return f"it changes {name}, which is part of the vision tower"
-    return None
-
-
-def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
-    """Why a server cannot load `slots` adapters of this rank. None if it can."""
-    flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
-    version = server.engine.version(server)
-    if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
-        return f"{where} runs vLLM {version}, and loading adapters needs {LEAST_VLLM} or later"
-    info = server.server_info()
-    if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
-        return f"{where} runs several engines (data parallel)"
-    if not (config := info.get("lora_config") or {}):
-        return f"{where} was started without {flags}"
-    if config["max_lora_rank"] < rank or config["max_loras"] < slots:
-        return f"{where} has no room for {slots} adapters of rank {rank}: start it with {flags}"
-    if (held := server.weight_version()) != "default":
-        return f"{where} holds the weights {held!r} of another run: restart it"
     return None
 
 

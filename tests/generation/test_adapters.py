@@ -21,8 +21,8 @@ from warm_python import executable
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation import weights as adapters_module
-from mt_grpo.generation.weights import why_model_merges
+from mt_grpo.generation.vllm_engine import VLLM
+from mt_grpo.generation.weights import why_config_merges, why_model_merges
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo_trainer import VLLMServerClient
 
@@ -325,19 +325,17 @@ def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog,
     put(adapters, 1.0, "default")
 
 
-def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
+def test_an_adapter_on_other_weights_is_merged_or_refused(adapters, tmp_path, caplog):
     """Its server holds another run's weights, by the version or, where that says nothing, by the logprobs."""
-    for version, reason in (
-        ("of-another-7", "holds the weights 'of-another-7' of another run"), ("default", "base weights differ")
-    ):  # fmt: skip
-        put(adapters, 1.1, version)
-        trainer = make_trainer(adapters.port, tmp_path / version, max_steps=1, peft_config=LoraConfig(**LORA))
-        trainer.train()
-        assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "").replace(
-            "the server's ", ""
-        )
-        (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
-        assert row["sync/logprob_difference"] < 1e-4
+    put(adapters, 1.1, "of-another-7")
+    trainer = make_trainer(adapters.port, tmp_path / "a", max_steps=1, peft_config=LoraConfig(**LORA))
+    trainer.train()
+    assert "holds the weights 'of-another-7' of another run" in caplog.text
+    (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
+    assert row["sync/logprob_difference"] < 1e-4
+    put(adapters, 1.1, "default")
+    with pytest.raises(ServerError, match="A changed weight did not arrive"):
+        make_trainer(adapters.port, tmp_path / "b", max_steps=1, peft_config=LoraConfig(**LORA)).train()
     put(adapters, 1.0, "default")
 
 
@@ -358,7 +356,7 @@ def test_where_a_reward_asks_the_policy_an_adapter_is_merged(plain, tmp_path, ca
     assert len(asked) > 20 and max(asked) < 1e-4
 
 
-def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, caplog, monkeypatch):
+def test_an_adapter_that_the_server_cannot_load_is_refused(adapters, tmp_path, monkeypatch):
     """As one with a module that vLLM does not adapt: it answers 500."""
 
     def empty(config, folder):
@@ -366,29 +364,22 @@ def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, ca
 
     monkeypatch.setattr(LoraConfig, "save_pretrained", empty)
     trainer = make_trainer(adapters.port, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
-    trainer.train()
-    assert "merged weights, since the server cannot load it: The weight push to" in caplog.text
-    (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
-    assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
-    server = trainer.client.servers[0]
-    assert server.transfer._loaded == {}
-    trainer.client.close()  # the weights are not the server's own, and no later run may take them for these
-    assert server.weight_version() not in (None, "default")
-    put(adapters, 1.0, "default")
+    with pytest.raises(ServerError, match="/v1/load_lora_adapter: .*set weight_sync: disk"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and versions(adapters, trainer) == []
 
 
 @pytest.mark.parametrize("version, fits", [("0.31.0", True), ("0.32.0+cpu", True), ("0.30.2", False),
                                            ("dev", False)])  # fmt: skip
 def test_an_older_engine_gets_merged_weights(version, fits):
     """Before 0.31 a load could move the adapters of requests in flight."""
-    server = SimpleNamespace(
-        base_url="http://a", engine=SimpleNamespace(version=lambda _: version), weight_version=lambda: "default",
-        server_info=lambda: {"lora_config": {"max_lora_rank": 16, "max_loras": 2}},
-    )  # fmt: skip
-    reason = adapters_module.why_server_merges(server, 8, 2)
+    server, engine = SimpleNamespace(base_url="http://a", weight_version=lambda: "default"), VLLM()
+    server.server_info = lambda: {"lora_config": {"max_lora_rank": 16, "max_loras": 2}}
+    engine.version = lambda _: version
+    reason = engine.why_merges(server, 8, 2)
     assert (reason is None) == fits and (fits or f"runs vLLM {version}, and" in reason)
     if fits:
-        assert "has no room for 3 adapters of rank 8" in adapters_module.why_server_merges(server, 8, 3)
+        assert "has no room for 3 adapters of rank 8" in engine.why_merges(server, 8, 3)
 
 
 @pytest.mark.parametrize("config, reason", [
@@ -398,7 +389,7 @@ def test_an_older_engine_gets_merged_weights(version, fits):
     (LoraConfig(r=1024), "its rank is 1024, and vLLM accepts at most 512"),
 ])  # fmt: skip
 def test_which_configurations_are_merged(config, reason):
-    assert adapters_module.why_config_merges(config) == reason
+    assert why_config_merges(config) == reason
 
 
 def test_further_trained_parameters_and_a_second_adapter_are_seen(random_model):
