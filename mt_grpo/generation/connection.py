@@ -57,12 +57,6 @@ def split_server_url(url: str) -> tuple[str, str | None]:
     )
 
 
-def server_urls(value: str | list[str] | None) -> list[str]:
-    """The addresses in `vllm_server_base_url`: a list, or text with commas between them."""
-    urls = value.split(",") if isinstance(value, str) else value or []
-    return [url.strip() for url in urls if url.strip()]
-
-
 def engine_of(name: str) -> VLLM:
     """The engine with this name (`vllm` or `sglang`). SGLang's module is imported only if it is named."""
     if name == "sglang":
@@ -122,8 +116,6 @@ class ServerConnection:
     def unsampled(self) -> list[int]:
         """The token ids that every request forbids; empty for a text-only model."""
         return reader_of(self.tokenizer).unsampled if self.reads_images else []
-
-    # -- control calls (synchronous) --
 
     def request(
         self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] | None = None, **kwargs
@@ -210,8 +202,6 @@ class ServerConnection:
         path, body, read, _ = self.engine.ask_for_sample(payload, self.vocab_size, self.unsampled)
         generation = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
         return generation.token_ids, generation.logprobs
-
-    # -- requests of conversations (async) --
 
     @property
     def asked_model(self) -> str:

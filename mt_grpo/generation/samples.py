@@ -1,7 +1,7 @@
 """Requests for samples, validation of their answers, and the names of the weights that sampled them.
 
-vLLM samples after ids at `/v1/completions`. After ids with images it does so at another address, which also reports
-what it read. There an image has one placeholder, which vLLM replaces with as many as the image has tokens.
+vLLM samples after ids at `/v1/completions`, and after ids with images at `GENERATE`, which also reports what it read.
+There an image has one placeholder, which vLLM replaces with as many as the image has tokens.
 """
 
 from __future__ import annotations
@@ -78,29 +78,23 @@ def read_completion(
 
 
 def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-    """Build the request for a payload of `/v1/completions`, whose prompt may have image ids.
-
-    INVARIANT: every request of a model that reads images forbids the ids `unsampled`, as `forbid` does in passes.
-    """
+    """Build the request for a payload of `/v1/completions`, whose prompt may have image ids."""
+    # INVARIANT: every request of a model that reads images forbids the ids `unsampled`, as `forbid` does in passes.
     prompt, limit = payload["prompt"], payload["max_tokens"]
-    if unsampled:
-        payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
+    payload = forbidding(payload, unsampled)
     if not any(map(is_picture, prompt)):
         return Question(COMPLETIONS, payload, lambda answer: read_completion(answer, len(prompt), limit, vocab_size))
     return Question(GENERATE, generate_body(payload), lambda answer: read_generated(answer, prompt, limit, vocab_size))
 
 
-def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[int, float]:
-    """The `logit_bias` of a request, with these ids forbidden."""
+def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[str, Any]:
+    """A payload in which these ids are forbidden."""
     own = {int(token): bias for token, bias in (payload.get("logit_bias") or {}).items()}
-    return own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)
+    return {**payload, "logit_bias": own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)} if unsampled else payload
 
 
 def ask_for_prompt(payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
-    """Build the request for a prompt's logprobs, to one engine (`rank`) or to any.
-
-    Its answer is read as one logprob per id of `prompt[1:]`.
-    """
+    """Build the request for the logprobs of `prompt[1:]`, to one engine (`rank`) or to any."""
     prompt, payload = payload["prompt"], {**payload, "prompt_logprobs": 0}
     has_images = any(map(is_picture, prompt))
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
@@ -170,15 +164,10 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
     except (KeyError, TypeError):
         raise BadAnswer(f"the answer does not say what the server read: {str(answer)[:500]}") from None
     if places != expected:
-        raise BadAnswer(
-            f"the server reads images at {places}, expected {expected}. Start it with the model's own tokenizer and "
-            "image settings (such as max_pixels), without --mm-processor-kwargs"
-        )
+        how = "Start it with the model's own tokenizer and image settings, without --mm-processor-kwargs"
+        raise BadAnswer(f"the server reads images at {places}, expected {expected}. {how}")
     if ids != with_placeholders(prompt):
         raise BadAnswer("the server read ids that are not the prompt's")
-
-
-# -- names of weights --
 
 
 def tagged(version: str, lineage: int) -> str:

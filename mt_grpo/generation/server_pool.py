@@ -158,10 +158,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
 
 
 class ServerPool:
-    """One or several servers with the same model as one backend. Conversations go to servers that hold the weights.
-
-    A lost server is left out, and joins again with the next push of weights.
-    """
+    """One or several servers with the same model as one backend. A lost one joins again with the next push."""
 
     BACK_SECONDS = 2.0  # of a push, in which a server that was left out may say that it is back
     LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
@@ -183,8 +180,6 @@ class ServerPool:
         self.load = [0] * len(servers)  # this process's open conversations
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
-
-    # -- the interface of a client --
 
     @property
     def transfer(self) -> Any:  # of the first server, which writes the weights once for all servers
@@ -209,8 +204,6 @@ class ServerPool:
         for server in self.servers:
             server.close()
 
-    # -- conversations --
-
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
@@ -234,8 +227,6 @@ class ServerPool:
     ) -> concurrent.futures.Future:
         """Run conversations in the background, each proven to come from the weights `version` (`gather_proven`)."""
         return start_in_background(gather_proven(self, version, routes, conversations))
-
-    # -- which servers hold the weights --
 
     @property
     def members(self) -> list[int]:
@@ -327,8 +318,6 @@ class ServerPool:
 
         self.ask(wait, list(range(len(self.servers))))
 
-    # -- what a push of weights needs; called on rank 0 --
-
     def weight_version(self) -> str:
         """The versions that all servers hold, each without its server's lineage: one, if they hold the same."""
         versions = self.ask(lambda server: server.weight_version().removesuffix(tagged("", server.lineage)))
@@ -371,7 +360,3 @@ class ServerPool:
     def samples(self, token_ids: list[int], max_tokens: int) -> dict[int, tuple[list[int], list[float]]]:
         """Server number -> (ids, logprobs) that it samples after `token_ids` (`ServerConnection.sample_behind`)."""
         return self.ask(lambda server: server.sample_behind(token_ids, max_tokens))
-
-    def refuse(self, problems: dict[int, ServerError]) -> None:
-        """Leave out servers whose weights are wrong. Raises a problem if none remains, or at the first push."""
-        self.without_errors({**dict.fromkeys(self.members), **problems})

@@ -27,28 +27,21 @@ from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.images.pictures import is_picture, pictures_in, with_placeholders
 from mt_grpo.rollout import Generation
 
-# SGLang's names of vLLM's sampling parameters. None: SGLang needs no such parameter.
-SGLANG_NAMES: dict[str, str | None] = {
-    **{
-        key: key
-        for key in (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "stop", "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens",
-            "spaces_between_special_tokens",
-        )
-    },
-    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": None, "logprobs": None,
-    "return_token_ids": None, "include_stop_str_in_output": None, "prompt": None, "model": None, "user": None,
-}  # fmt: skip
-OF_THE_REQUEST = {"cache_salt": "extra_key"}
+# Sampling parameters that SGLang has, those that it calls otherwise, and what it does not need.
+OF_BOTH = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
+    "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+UNUSED = "n", "logprobs", "return_token_ids", "include_stop_str_in_output", "prompt", "model", "user", "cache_salt"
 CUT_BEHIND_LOGPROBS = "top_p", "top_k", "min_p"  # they change what is sampled, and not the logprobs
 
 
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
     """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`. A `seed` is not honoured there."""
-    if unknown := sorted(payload.keys() - SGLANG_NAMES.keys() - OF_THE_REQUEST.keys()):
+    if unknown := sorted(payload.keys() - {*OF_BOTH, *RENAMED, *UNUSED}):
         raise ValueError(f"generation_kwargs: an SGLang server does not support {unknown[0]!r}. Remove it.")
-    params = {SGLANG_NAMES[key]: value for key, value in payload.items() if SGLANG_NAMES.get(key)}
+    params = {RENAMED.get(key, key): value for key, value in payload.items() if key not in UNUSED}
     if params.get("top_k") == 0:  # all ids
         params["top_k"] = -1
     if "logit_bias" in params:
@@ -107,8 +100,6 @@ class SGLang(VLLM):
     name, title, NEEDED = "sglang", "SGLang", ""
     CONTEXT, WEIGHTS, NAMES_OF_FILES = "--context-length", "/model_info", True
 
-    # -- who it is --
-
     def check_health(self, server: Any, timeout: float) -> None:
         server.request("GET", self.WEIGHTS, timeout=timeout, read=lambda answer: answer["weight_version"])
 
@@ -150,13 +141,13 @@ class SGLang(VLLM):
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
 
-    # -- samples --
-
     def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
         prompt, limit = payload["prompt"], payload["max_tokens"]
-        if unsampled:
-            payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
-        body = {**self._body(payload, vocab_size), "return_logprob": True, "return_prompt_token_ids": True}
+        body = {
+            **self._body(forbidding(payload, unsampled), vocab_size),
+            "return_logprob": True,
+            "return_prompt_token_ids": True,
+        }
         # A server in deterministic mode gives all requests without a seed the same one, and so all rollouts of a group
         # the same tokens.
         body["sampling_params"]["sampling_seed"] = secrets.randbelow(2**31)
@@ -194,12 +185,10 @@ class SGLang(VLLM):
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]
         check_sent_ids(prompt, vocab_size)
-        body = {own: payload[key] for key, own in OF_THE_REQUEST.items() if key in payload}
+        body = {"extra_key": payload["cache_salt"]} if "cache_salt" in payload else {}
         if images := [picture.data_uri for picture in pictures_in(prompt)]:
             body["image_data"] = images
         return {**body, "input_ids": once_per_image(prompt), "sampling_params": sampling_of(payload)}
-
-    # -- weights --
 
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         body = {"new_version": name, "abort_all_requests": False}  # by default all requests end

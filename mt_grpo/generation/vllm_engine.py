@@ -42,8 +42,6 @@ class VLLM:
         keys = "vllm_server_host, vllm_server_port, vllm_server_base_url and rollout_engine"
         return f" Expected an answer of {self.title}: check {keys}.{self.NEEDED}"
 
-    # -- who it is --
-
     def check_health(self, server: Any, timeout: float) -> None:
         """Raise `ServerError` unless it answers now, also while it is paused."""
         server.request("GET", "/health", timeout=timeout)
@@ -71,9 +69,9 @@ class VLLM:
         """The data-parallel ranks, `[None]` if there is one. Raises `ServerError` if a push would miss some."""
         config = server.server_info().get("parallel_config") or {}
         if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
+            flags = "--data-parallel-external-lb and --data-parallel-hybrid-lb"
             raise ServerError(
-                f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. "
-                "Start vLLM without them, or start several servers and list them all in vllm_server_base_url."
+                f"{server.base_url}: {flags} are not supported. Start several servers and list them all."
             )
         count = config.get("data_parallel_size", 1)
         return list(range(count)) if count > 1 else [None]
@@ -108,11 +106,7 @@ class VLLM:
             return f"{where} holds the weights {held!r} of another run: restart it"
         return None
 
-    # -- samples --
-
     ask_for_sample, ask_for_prompt = staticmethod(ask_for_sample), staticmethod(ask_for_prompt)
-
-    # -- weights --
 
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         """Set the name that it reports for its weights. A restarted server has lost it."""
@@ -141,11 +135,8 @@ class VLLM:
         server.request("POST", "/reset_prefix_cache", read=read)
 
     def forget_images(self, server: Any) -> None:
-        """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image.
-
-        The load empties the cache of vLLM's worker alone: its scheduler goes on counting on it, and the engine ends
-        ("Encoder cache miss", vLLM 0.31 and 0.32). A pause of vLLM 0.32 empties both by itself.
-        """
+        """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image."""
+        # The load empties the cache of vLLM's worker alone, and the engine ends ("Encoder cache miss", 0.31 and 0.32).
         if server.reads_images:
             server.request("POST", "/reset_encoder_cache")
 

@@ -72,7 +72,6 @@ class NCCLGroup:
 
     LOST_AFTER = 3  # health checks without an answer, in a row
     WATCH_SECONDS = 5.0  # between two health checks
-    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
 
     def __init__(self, server: Any, port: int, device: torch.device):
         self.server, self.port, self.device = server, port, device
@@ -83,8 +82,7 @@ class NCCLGroup:
         from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
 
         client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
-        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
-        limits = self.CONNECT_SECONDS, self.server.request_timeout
+        limits = 10.0, self.server.request_timeout  # TRL's client waits for answers without an end
         client.session.request = functools.partial(client.session.request, timeout=limits)
         self._client = client
         client.init_communicator(device=self.device)
@@ -190,8 +188,6 @@ class WeightTransfer:
             for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
                 pass
 
-    # -- what all servers load --
-
     def _write(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None
     ) -> tuple[Path, dict[str, float]]:
@@ -205,8 +201,6 @@ class WeightTransfer:
             check_whole(names, expected)
             if self.adapter is not None:
                 self.adapter.save_pretrained(str(folder))
-            for path in folder.iterdir():
-                path.chmod(0o644)  # others than this user may read it where the folder lets them
         except (OSError, SafetensorError) as error:
             raise ServerError(
                 f"The weight push to {self.server.base_url} through {folder or self.sync_dir} failed: {error}. Set "
@@ -247,8 +241,6 @@ class WeightTransfer:
         if device.type == "cuda":  # vLLM packs on streams of its own, which do not wait for the last optimizer step
             torch.cuda.current_stream(device).synchronize()
         return tensors
-
-    # -- one server's part of a push --
 
     def _load(self, version: str, weights: Path | dict[str, torch.Tensor], device: torch.device) -> ServerError | None:
         """Let the server load a folder, or send it tensors over NCCL. Returns its error, if it has one."""

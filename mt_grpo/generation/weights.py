@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -41,10 +41,7 @@ def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Ten
     except (ValueError, LookupError, RuntimeError, TypeError):  # of what is not the whole of what it converts
         parts = {}
     if sum(part.numel() for part in parts.values()) != tensor.numel():
-        raise ServerError(
-            f"A checkpoint's files hold the weight {name} together with others. Pushing it to SGLang is not supported "
-            "yet. Set rollout_engine: vllm."
-        )
+        raise ServerError(f"Files hold the weight {name} together with others: set rollout_engine: vllm.")
     return parts
 
 
@@ -69,10 +66,8 @@ class PolicyWeights(VLLMGeneration):
             if not self._is_adapter(name):
                 by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
         if any(".trainable_tokens_delta." in name for name, _ in model.named_parameters()):
-            raise ValueError(
-                "LoraConfig's trainable_token_indices are not pushed to a server, which would sample without them. "
-                "Remove them, or train the whole embedding by modules_to_save."
-            )
+            advice = "Remove them, or train the whole embedding by modules_to_save"
+            raise ValueError(f"LoraConfig's trainable_token_indices are not pushed to a server. {advice}.")
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
 
     @property
@@ -218,9 +213,6 @@ def off_by_rounding(model: Any, size: float) -> Iterator[None]:
         handle.remove()
 
 
-# LoRA pushed as an adapter.
-
-
 def room_for(rank: int) -> int:
     """The smallest `--max-lora-rank` that has room for an adapter of this rank."""
     return min(room for room in RANKS if room >= rank)
@@ -274,8 +266,3 @@ def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if is_of_adapter(name):
             yield name.replace(f".{ADAPTER}.", "."), parameter.data
-
-
-def config_of(model: Any) -> LoraConfig | None:
-    """The configuration of a policy's adapter; None for a policy without one."""
-    return model.peft_config.get(ADAPTER) if isinstance(model, PeftModel) else None

@@ -668,10 +668,10 @@ def test_prefixes_are_shared_within_a_push_and_never_during_one(pushing):
 
 def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
     pool = settled_pool(Settled(0), Settled(1))
-    pool.refuse({1: ServerError("disagree by 0.5")})
+    pool.without_errors({0: None, 1: ServerError("disagree by 0.5")})
     assert pool.joined == [0] and "disagree by 0.5" in caplog.text
     with pytest.raises(ServerError, match="disagree by 0.7"):
-        pool.refuse({0: ServerError("disagree by 0.7")})
+        pool.without_errors({0: ServerError("disagree by 0.7")})
 
 
 class Versioned(Pushed):
