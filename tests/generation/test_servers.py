@@ -244,9 +244,8 @@ def answering(token_ids, status=200):
         yield proxy.url
 
 
-@pytest.mark.parametrize("wrong", [[400], [2**70], ["a"]], ids=str)
-def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(wrong, caplog):
-    with answering(wrong) as liar, answering([7]) as well:
+def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(caplog):
+    with answering([400]) as liar, answering([7]) as well:
         clients = [VLLMServerClient(base_url=url) for url in (liar, well)]
         for client in clients:
             client.vocab_size = 400
@@ -383,12 +382,6 @@ def settled_pool(*servers, complete=True):
     return pool
 
 
-def test_servers_that_differ_are_refused_at_the_start():
-    pool = settled_pool(Settled(0), Settled(1, dtype="torch.bfloat16"), complete=False)
-    with pytest.raises(ServerError, match="http://server1 has dtype='torch.bfloat16', expected 'torch.float32'"):
-        pool.check_settings()
-
-
 @pytest.mark.parametrize("key", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
 def test_engines_behind_several_addresses_are_refused(key):
     server = Settled(0)
@@ -397,9 +390,12 @@ def test_engines_behind_several_addresses_are_refused(key):
         server.engine.ranks(server)
 
 
-def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
-    servers = Settled(0), Settled(1)
-    pool = settled_pool(*servers)
+def test_servers_that_differ_are_refused_and_one_that_comes_back_otherwise_is_left_out(caplog):
+    servers = Settled(0), Settled(1, dtype="torch.bfloat16")
+    pool = settled_pool(*servers, complete=False)
+    with pytest.raises(ServerError, match="http://server1 has dtype='torch.bfloat16', expected 'torch.float32'"):
+        pool.check_settings()
+    pool.complete, servers[1].values["dtype"] = True, "torch.float32"
     pool.check_settings()
     servers[1].values["dtype"] = "torch.bfloat16"
     pool.check_settings()
@@ -666,14 +662,6 @@ def test_prefixes_are_shared_within_a_push_and_never_during_one(pushing):
     assert salt() == [{"cache_salt": "v-5"}] * 3
 
 
-def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
-    pool = settled_pool(Settled(0), Settled(1))
-    pool.without_errors({0: None, 1: ServerError("disagree by 0.5")})
-    assert pool.joined == [0] and "disagree by 0.5" in caplog.text
-    with pytest.raises(ServerError, match="disagree by 0.7"):
-        pool.without_errors({0: ServerError("disagree by 0.7")})
-
-
 class Versioned(Pushed):
     """A server whose answers say which weights they are of. `meanwhile` is called in the middle of a push."""
 
@@ -822,7 +810,7 @@ def addresses(servers):
 @needs_vllm
 def test_two_servers_train_as_one(servers, tmp_path):
     """A group's requests are all at one server, both get work, and the weights are written once."""
-    trainer = make_trainer(None, tmp_path, vllm_server_base_url=addresses(servers), max_steps=3,
+    trainer = make_trainer(None, tmp_path, vllm_server_base_url=addresses(servers), max_steps=2,
                            weight_sync_dir=str(tmp_path), num_generations=4)  # fmt: skip
     asked = defaultdict(set)  # group -> servers
     for number, client in enumerate(trainer.client.servers):
@@ -845,10 +833,10 @@ def test_two_servers_train_as_one(servers, tmp_path):
         for prompt in prompts:
             if ids[: len(prompt)] == prompt:
                 by_group[step, prompt] |= numbers
-    assert len(by_group) == 12 and all(len(numbers) == 1 for numbers in by_group.values())
-    assert Counter(next(iter(numbers)) for numbers in by_group.values()) == {0: 6, 1: 6}
-    assert len(written) == 4  # three steps, and the probe of the first
-    assert trainer.rows("sync/servers") == [2, 2, 2] and trainer.rows("rollout/restarted") == [0, 0, 0]
+    assert len(by_group) == 8 and all(len(numbers) == 1 for numbers in by_group.values())
+    assert Counter(next(iter(numbers)) for numbers in by_group.values()) == {0: 4, 1: 4}
+    assert len(written) == 3  # two steps, and the probe of the first
+    assert trainer.rows("sync/servers") == [2, 2] and trainer.rows("rollout/restarted") == [0, 0]
     assert max(trainer.rows("sync/logprob_difference")) < 1e-4
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     versions = [requests.get(f"{s.url}/weight_info", timeout=10).json()["weight_version"] for s in servers]
