@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object
+from peft import PeftModel
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.ranks import on_main_process
@@ -89,7 +90,7 @@ class WeightSync:
 
     def _choose_what_is_pushed(self) -> None:
         """Push the adapter alone if the policy is a model with one and all servers can have it; else all weights."""
-        if not is_peft_model(self.weights.model) or ADAPTER not in self.weights.model.peft_config:
+        if not isinstance(self.weights.model, PeftModel) or ADAPTER not in self.weights.model.peft_config:
             return
         config = self.weights.model.peft_config[ADAPTER]
         setting = self.servers.transfer.transport
