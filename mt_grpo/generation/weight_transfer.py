@@ -176,7 +176,8 @@ class WeightTransfer:
                 weights, write = self._write(named_weights, version, expected)
             loads = time.perf_counter()
             by_turns = map if isinstance(weights, dict) else at_once
-            errors = list(by_turns(lambda transfer: transfer._load(version, weights, device), transfers))
+            limit = self.server.request_timeout if len(transfers) == 1 else 60.0  # none holds up the others
+            errors = list(by_turns(lambda transfer: transfer._load(version, weights, device, limit), transfers))
             gather = loads - began - sum(write.values())
             return {"gather": gather, **write, "load": time.perf_counter() - loads}, errors
         finally:
@@ -242,18 +243,18 @@ class WeightTransfer:
             torch.cuda.current_stream(device).synchronize()
         return tensors
 
-    def _load(self, version: str, weights: Path | dict[str, torch.Tensor], device: torch.device) -> ServerError | None:
-        """Let the server load a folder, or send it tensors over NCCL. Returns its error, if it has one."""
+    def _load(self, version: str, weights: Path | dict, device: torch.device, limit: float) -> ServerError | None:
+        """Let the server load a folder or tensors over NCCL. `limit` is that of a pause. Returns its error."""
         server, through = self.server, f" through {weights}" if isinstance(weights, Path) else ""
         version, held, self.held = tagged(version, server.lineage), self.held, None
         try:
             if self.adapter is not None:
                 self._load_adapter(version, weights, held)
             elif isinstance(weights, Path):
-                self._load_paused(version, held, lambda: server.engine.load(server, weights))
+                self._load_paused(version, held, limit, lambda: server.engine.load(server, weights))
             else:  # a group is created at the first push, and after one that failed
                 self._nccl = self._nccl or NCCLGroup(server, self.group_port, device)
-                self._load_paused(version, held, lambda: self._nccl.send(weights))
+                self._load_paused(version, held, limit, lambda: self._nccl.send(weights))
         except ServerError as error:
             self.forget_restarted()
             hint = " Does the server see this folder? Else set weight_sync_dir to one that both see." * bool(through)
@@ -262,10 +263,10 @@ class WeightTransfer:
         self.held = version
         return None
 
-    def _load_paused(self, version: str, held: str | None, load: Callable[[], Any]) -> None:
+    def _load_paused(self, version: str, held: str | None, limit: float, load: Callable[[], Any]) -> None:
         server, engine = self.server, self.server.engine
         try:
-            engine.pause(server, server.request_timeout)
+            engine.pause(server, limit)
             # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
             self._check_it_holds(held)
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.

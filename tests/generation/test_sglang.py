@@ -394,25 +394,6 @@ def text_logprobs(model, ids, temperature=1.0):
 
 
 @each_real
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_it_samples_what_it_says(client, temperature):
-    """Within 1e-5 of `transformers`, many requests at a time; a stop text is the end, and is there."""
-    model, rng = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), random.Random(0)
-    prompts = [[rng.randrange(3, 380) for _ in range(rng.randint(1, 60))] for _ in range(12)]
-
-    async def all_of_them():
-        return await gather_all([client.generate(prompt, 40, {"temperature": temperature}) for prompt in prompts])
-
-    for prompt, found in zip(prompts, run_async(all_of_them())):
-        expected = text_logprobs(model, prompt + found.token_ids, temperature)[-len(found.token_ids) :]
-        assert (torch.tensor(found.logprobs) - expected).abs().max() < 1e-5
-        text = client.tokenizer.decode(found.token_ids)
-        assert found.finish_reason == "length" or text.endswith(("</tool>", "</answer>", "<|im_end|>"))
-        scores = torch.tensor(client.score(prompt + found.token_ids))
-        assert (scores - text_logprobs(model, prompt + found.token_ids)).abs().max() < 1e-5
-
-
-@each_real
 def test_pushes_beside_requests(client):
     """Requests wait, go on with the new weights, and say of each token which sampled it."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
