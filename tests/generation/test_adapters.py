@@ -66,6 +66,13 @@ def make_trainer(*args, **changes):
     return trainer
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """A server without adapters: on a CPU one with them ends where it scores prompts beside other requests."""
+    with WarmVLLMServer(TINY, *FLAGS) as server:
+        yield server
+
+
 def versions(server, trainer):
     """The versions of a trainer's adapters that a server has."""
     cards = requests.get(f"{server.url}/v1/models", timeout=10).json()["data"]
@@ -332,7 +339,7 @@ def test_an_adapter_on_other_weights_is_merged_or_refused(adapters, tmp_path, ca
     put(adapters, 1.0, "default")
 
 
-def test_where_a_reward_asks_the_policy_an_adapter_is_merged(adapters, tmp_path, caplog):
+def test_where_a_reward_asks_the_policy_an_adapter_is_merged(plain, tmp_path, caplog):
     """A server scores without adapters: what it is asked is of the weights that sampled, which each step pushed."""
     asked, asked_of = [], []
 
@@ -344,12 +351,11 @@ def test_where_a_reward_asks_the_policy_an_adapter_is_merged(adapters, tmp_path,
         asked_of.append((policy.version, trainer.weight_sync.pushed))
         return [len(own) / 100 for own in ids]
 
-    trainer = make_trainer(adapters.port, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA), reward=asks)
+    trainer = make_trainer(plain.port, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA), reward=asks)
     trainer.train()
     assert "since a reward function asks the policy, and a server scores without adapters" in caplog.text
     assert len(asked) > 20 and max(asked) < 1e-4
     assert len({pushed for _, pushed in asked_of}) == 2 and all(pushed in version for version, pushed in asked_of)
-    put(adapters, 1.0, "default")
 
 
 def test_an_adapter_that_the_server_cannot_load_is_refused(adapters, tmp_path, monkeypatch):
