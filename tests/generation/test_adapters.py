@@ -348,7 +348,7 @@ def test_where_a_reward_asks_the_policy_an_adapter_is_merged(plain, tmp_path, ca
         contexts = [each[0][: -len(own)] for each, own in zip(turn_contexts, ids)]
         for turns, found in zip(rollout_turns, policy.logprobs(contexts, ids), strict=True):
             asked.append(max(abs(a - b) for a, b in zip(turns[0].logprobs, found, strict=True)))
-        asked_of.append((policy.version, trainer.weight_sync.pushed))
+        asked_of.append((trainer.client.weight_version(), trainer.weight_sync.pushed))
         return [len(own) / 100 for own in ids]
 
     trainer = make_trainer(plain.port, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA), reward=asks)
