@@ -39,13 +39,18 @@ def output_lock(path: str) -> Iterator[None]:
         yield
         return
     Path(path).mkdir(parents=True, exist_ok=True)
-    with open(Path(path) / ".lock", "w") as file:
+    with open(Path(path) / ".lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"output_dir={path!r} is in use by another run. Set another one, or wait.") from None
+            file.seek(0)
+            raise ValueError(
+                f"output_dir={path!r} is in use by another run{file.read()}. Set another one, or wait for that run."
+            ) from None
         except OSError as error:  # a file system without locks
             logger.warning(f"output_dir={path!r} cannot be locked ({error}). Do not start another run in it.")
+        file.truncate(0)
+        print(f" (process {os.getpid()})", end="", file=file, flush=True)
         yield
 
 
