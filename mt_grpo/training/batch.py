@@ -71,11 +71,6 @@ class Batch:
                 if i < len(column):
                     column[i] = None
 
-    def of_all_ranks(self, rows: list[list[float]], accelerator: Any) -> torch.Tensor:
-        """Gather a number per turn of each of the B rollouts, (N, K), like `rewards.turn`; else 0. Collective."""
-        own = pad_rows(rows, self.rewards.turn.shape[1], 0.0)
-        return accelerator.gather(own.to(accelerator.device).contiguous()).cpu()
-
     def choose_records(self, args: Any, step: int) -> None:
         """Set `records`, `owners`, `failed` and `truncated`. Collective.
 

@@ -28,18 +28,17 @@ import torch
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.base.rows import WrittenRow, column_lists, is_image, number_of, prompts_of, row_text
+from mt_grpo.base.rows import WrittenRow, column_lists, is_image, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.running import ToolTimeout, run_tool
 from mt_grpo.images.pictures import readable_messages
 from mt_grpo.rollout import Rollout, ToolCall, Turn, id_hash, join
 from mt_grpo.training.batch import NAN, Batch, most_of_ranks, nansum, pad_rows
-from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, scores_of_trainer, turn_contexts
+from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, policy_of, turn_contexts
 
 logger = logging.getLogger(__name__)
 AGAIN = 1.0  # seconds between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
 GRACE = 30.0  # seconds after the limit, at which the process of a function that cannot be interrupted ends
-SEARCH_SECONDS = 10.0  # for all calls with one rollout each, after an error
 # Nobody else uses it: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
 WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
@@ -101,7 +100,7 @@ class RewardFunctions:
         A rollout whose environment failed is not passed to any function, and has None. `columns` are further
         arguments: `trainer_state`, `log_extra`, `log_metric`, and `policy` if a function asks for it. `only` says
         which of the B rollouts the functions see. Raises `RuntimeError` for a function that raised or took longer than
-        `timeout` seconds, with the row of the data, and `ValueError` for other values.
+        `timeout` seconds, and `ValueError` for other values.
         """
         places = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
         values: list[list] = [[None] * len(batch.rollouts) for _ in self.functions]
@@ -131,12 +130,8 @@ class RewardFunctions:
         if "groups" in asked:  # whole groups: `check_groups`
             given["groups"] = [(batch.first + i) // batch.group_size for i in places]
 
-        def of_row(place: int) -> str:
-            number, split = number_of(rows[place], batch.data), "training" if batch.mode == "train" else "test"
-            return "" if number is None else f" (row {number} of the {split} data, counted from 0)"
-
         with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
-            found = run_rewards(self.functions, given, timeout, of_row)
+            found = run_rewards(self.functions, given, timeout)
         for f, column in enumerate(found):
             check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
             for place, value in zip(places, column):
@@ -161,7 +156,8 @@ class RewardFunctions:
         num_turns = max(1, most_of_ranks(max(len(rollout.turns) for rollout in batch.rollouts), accelerator))
         only = [True] * len(batch.rollouts) if fresh is None else batch.own(fresh).tolist()
         columns = {"trainer_state": trainer.state, "log_extra": batch.add_extra, "log_metric": trainer._log_metric}
-        columns |= scores_of_trainer(trainer)
+        if "policy" in asked_of(self.functions) - column_lists(batch.rows, batch.data).keys():
+            columns["policy"] = policy_of(trainer)
 
         def run() -> None:
             values = self.score(batch, columns, trainer.args.reward_timeout, accelerator.device, only)
@@ -171,9 +167,11 @@ class RewardFunctions:
             ]
             turns = [rollout.turns for rollout in batch.rollouts]
             states = [state_numbers(rollout) if trainer._reads_state else [] for rollout in batch.rollouts]
+            observed = [[turn.has_observation for turn in each] for each in turns]
             tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each] for each in turns]
             local.extend(reward_tensors(batch.values, num_turns, self.num_turn_funcs))
-            local.extend(turn_flags(batch.rollouts, num_turns))
+            local.append(pad_rows(observed, num_turns, False, torch.bool))
+            local.append(pad_rows([[True] * len(each) for each in turns], num_turns, False, torch.bool))
             local.append(pad_rows(states, num_turns, -1, torch.long))
             local.append(pad_rows(tokens, num_turns, 0, torch.long))
 
@@ -209,11 +207,6 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
                 raise ValueError(
                     f"{kind}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
                     f"set its weight with {kind.lower()}_reward_weights."
-                )
-            if isinstance(func, torch.nn.Module) or not callable(func):
-                raise ValueError(
-                    f"A reward must be a function, got {func!r:.100}. For a reward model, write a function that runs "
-                    "the model, or that asks it over HTTP, such as rewards/judge_reward.py."
                 )
             if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
                 raise ValueError(
@@ -253,15 +246,12 @@ def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
         if getattr(func, "__name__", None) == name:
             return func
 
-        async def run_async(**kwargs: Any) -> Any:
+        async def awaited(**kwargs: Any) -> Any:
             return await func(**kwargs)
-
-        def run(**kwargs: Any) -> Any:
-            return func(**kwargs)
 
         inner = without_partial(func)
         waits = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(inner).__call__)
-        named = run_async if waits else run
+        named = awaited if waits else lambda **kwargs: func(**kwargs)
         named.__name__, named.__module__, named.__wrapped__ = name, inner.__module__, inner
         named.__signature__ = inspect.signature(func)
         return named
@@ -360,32 +350,43 @@ class OutOfTime(BaseException):
     """Raised inside a reward at its limit. Many rewards catch any `Exception`."""
 
 
-class Failed(Exception):
-    """(function, error): an error of a reward function, whose name is not in the error itself."""
+@contextmanager
+def named_errors(func: Callable, columns: dict[str, Any], timeout: float) -> Iterator[None]:
+    """Context manager in which an error of a reward function becomes a `RuntimeError` that names the function."""
+    try:
+        yield
+    except ToolTimeout:
+        raise RuntimeError(
+            f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
+            "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
+        ) from None
+    except Exception as error:
+        text = error_line(error)
+        if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
+            text += f": there is no such column. Columns: {', '.join(columns)}"
+        raise RuntimeError(f"Reward {func.__name__} raised {text} ({where_raised(func, error)})") from error
 
 
-def run_rewards(
-    funcs: list[Callable],
-    columns: dict[str, Any],
-    timeout: float,
-    of_row: Callable[[int], str] = lambda place: "",
-) -> list:
+def where_raised(func: Callable, error: BaseException) -> str:
+    """The file and the line of the function's own file that ran last, and of what it called, if that raised."""
+    inner = inspect.unwrap(without_partial(func))
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]]]
+    return ", which called ".join(dict.fromkeys(places))
+
+
+def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) -> list:
     """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
 
     INVARIANT: each function gets its own copy of the columns. Raises `RuntimeError` for the first function that
-    raised, or took longer than `timeout` seconds, with the rollout for which it raises and its row (`of_row`).
+    raised, or took longer than `timeout` seconds.
     """
-
-    @contextmanager
-    def of(func: Callable) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise Failed(func, error) from error
 
     async def awaited(func: Callable) -> Any:
         began = time.monotonic()
-        with of(func):
+        with named_errors(func, columns, timeout):
             value = await run_tool(func, own_copy(columns), timeout)
             if time.monotonic() - began > timeout + 0.5:  # no limit reaches what blocks the event loop
                 raise ToolTimeout
@@ -397,18 +398,9 @@ def run_rewards(
     try:
         for i, func in enumerate(funcs):
             if not is_async[i]:
-                with of(func):
+                with named_errors(func, columns, timeout):
                     values[i] = call_in_time(func, columns, timeout)
         found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
-    except Failed as failed:
-        running.cancel()
-        func, error = failed.args
-        if isinstance(error, ToolTimeout):
-            raise RuntimeError(
-                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
-                "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
-            ) from None
-        raise RuntimeError(error_of_reward(func, error, columns, of_row)) from error
     except TimeoutError:
         raise RuntimeError(
             f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
@@ -468,52 +460,6 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
     if not inspect.isawaitable(returned):
         return returned
     return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
-
-
-def error_of_reward(func: Callable, error: Exception, columns: dict[str, Any], of_row: Callable[[int], str]) -> str:
-    """Say which function raised what, at which line, and for which rollout."""
-    text, place = error_line(error), place_that_raises(func, error, columns)
-    if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
-        text += f": there is no such column. Columns: {', '.join(columns)}"
-    row = "It does not raise this for any single rollout."
-    if place is not None:
-        trained = {*REWARD_COLUMNS, "turn_contexts"}
-        of_data = {k: v[place] for k, v in columns.items() if k not in trained and isinstance(v, list)}
-        row = f"It raises this for rollout {place} alone, whose row is {row_text(of_data)}{of_row(place)}"
-    return f"Reward {func.__name__} raised {text} ({where_raised(func, error)}). {row}"
-
-
-def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any]) -> int | None:
-    """The place of the first rollout for which a function raises alone, the same kind of error at the same line.
-
-    Its calls may last `SEARCH_SECONDS` together, and log nothing.
-    """
-    end = time.monotonic() + SEARCH_SECONDS
-    silent = {name: lambda *args: None for name in ("log_extra", "log_metric") if name in columns}
-    for place in range(len(columns["prompts"])):
-        part = {key: [v[place]] if isinstance(v, list) else v for key, v in columns.items()} | silent
-        seconds = max(end - time.monotonic(), 0.001)
-        try:
-            if inspect.iscoroutinefunction(func):
-                run_async(run_tool(func, own_copy(part), seconds))
-            else:
-                call_in_time(func, part, seconds)
-        except ToolTimeout:
-            return None
-        except Exception as again:
-            if type(again) is type(error) and where_raised(func, again) == where_raised(func, error):
-                return place
-    return None
-
-
-def where_raised(func: Callable, error: BaseException) -> str:
-    """The file and the line of the function's own file that ran last, and of what it called, if that raised."""
-    inner = inspect.unwrap(without_partial(func))
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    places = [f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]]]
-    return ", which called ".join(dict.fromkeys(places))
 
 
 # -- the values of reward functions --
@@ -620,13 +566,6 @@ def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> t
             elif value is not None:
                 whole[i, f] = float(value)
     return whole, per_turn
-
-
-def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two bool tensors (B, K): whether a turn has an observation, and whether the rollout has the turn."""
-    flags = [[turn.has_observation for turn in rollout.turns] for rollout in rollouts]
-    sampled = [[True] * len(row) for row in flags]
-    return pad_rows(flags, num_turns, False, torch.bool), pad_rows(sampled, num_turns, False, torch.bool)
 
 
 def state_numbers(rollout: Rollout) -> list[int]:

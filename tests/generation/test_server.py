@@ -96,7 +96,7 @@ def test_information_gain_by_a_server_is_that_of_transformers(client, served_mod
     given = {"turn_contexts": contexts, "answer": [["42", "forty two"], ["11"]]}
     gain = load("information_gain").information_gain_reward_func
     by_server = gain(turns, policy=scores_of_servers(client, written), **given)
-    expected = gain(turns, policy=scores_of_model(model, written, torch.no_grad, str), **given)
+    expected = gain(turns, policy=scores_of_model(model, written, torch.no_grad), **given)
     assert by_server == [pytest.approx(row, abs=1e-5) for row in expected]
     assert max(abs(value) for row in expected for value in row if value is not None) > 0.01
 
@@ -111,7 +111,7 @@ def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, serve
     asked = []
 
     def gain(policy, turn_contexts, rollout_turns, **kwargs):
-        asked.append((policy.version, trainer.weight_sync.pushed))
+        asked.append((trainer.client.weight_version(), trainer.weight_sync.pushed))
         contexts = [contexts[0][: -len(turns[0].token_ids)] for contexts, turns in zip(turn_contexts, rollout_turns)]
         found = policy.logprobs(contexts, [turns[0].token_ids for turns in rollout_turns])
         for row, turns in zip(found, rollout_turns):  # what it sampled, at temperature 1: the logprobs that came along

@@ -318,17 +318,13 @@ def test_a_reward_that_moves_nothing_is_counted(random_model, tmp_path):
 
 
 def test_a_batch_by_hand():
-    """Logprobs that one record does not know are None for all; numbers per turn are gathered in the table's shape; a
-    turn is trained unless its rollout is masked."""
+    """Logprobs that one record does not know are None for all; a turn is trained unless its rollout is masked."""
     turns = [Turn([5, 6], [-1.0, -2.0], "", "stop", observation_ids=[7]), Turn([8], [-3.0], "", "stop")]
     batch = Batch([], 1, records=[*(Record([k], [turn]) for k, turn in enumerate(turns)), Record([], [])])
     ids, masks = ([[0], [1], [9]], [[5, 6, 7], [8], [9]]), [[1, 1, 0], [1], [0]]
     assert batch.loss_lists(9) == (*ids, masks, [[-1.0, -2.0, 0.0], [-3.0], [0.0]])
     turns[1].logprobs = None
     assert batch.loss_lists(9) == (*ids, masks, None)
-    batch = Batch([{}, {}], 2, rewards=types.SimpleNamespace(turn=torch.zeros(4, 3)))
-    ranks = types.SimpleNamespace(device="cpu", gather=lambda own: torch.cat([own, -own]))
-    assert batch.of_all_ranks([[1.0, 2.0], [3.0]], ranks).tolist() == [[1, 2, 0], [3, 0, 0], [-1, -2, 0], [-3, 0, 0]]
     batch = Batch([], 2, truncated=[False, True, False])
     outcome = torch.tensor([0.0, 0.0, float("nan")])
     batch.rewards = types.SimpleNamespace(num_tokens=torch.tensor([[2, 0], [1, 3], [1, 1]]), outcome=outcome)
