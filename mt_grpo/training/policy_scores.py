@@ -22,18 +22,13 @@ from mt_grpo.rollout import Rollout, Turn
 ASKED_COLUMNS = ("policy", "turn_contexts", "groups")
 AT_ONCE = 32  # requests of a rank to its server
 TRIES, PAUSE = 3, 2.0  # of one call to servers, and the seconds between two: a 503 may pass
-LONGEST_REQUEST = 120.0  # seconds; `reward_timeout` has to see more than one server
+LONGEST_REQUEST = 120.0  # seconds: within `reward_timeout` more than one server can be asked
 # An async reward function asks in another thread than the others, and the model is in evaluation mode meanwhile.
 ONE_AT_A_TIME = threading.Lock()
 
 
 def asked_of(functions: list[Callable]) -> set[str]:
-    """The names of `ASKED_COLUMNS` that reward functions have as parameters. `**kwargs` do not count.
-
-    >>> def gain(rollout_turns, policy, **kwargs): ...
-    >>> asked_of([gain, lambda turn_contexts: 0, lambda **kwargs: 0]) == {"policy", "turn_contexts"}
-    True
-    """
+    """The names of `ASKED_COLUMNS` that reward functions have as parameters. `**kwargs` do not count."""
     parameters = [each for function in functions for each in inspect.signature(function).parameters.values()]
     by_name = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return by_name & set(ASKED_COLUMNS)
@@ -42,8 +37,8 @@ def asked_of(functions: list[Callable]) -> set[str]:
 class PolicyScores:
     """Computes logprobs under the policy, for reward functions with the parameter `policy`.
 
-    `ask` gives for pairs (context, continuation) a dict with the logprobs of each continuation. `written` is the tool
-    format of the conversations, and `context` the most tokens of a pair, plus one; None: no limit is known.
+    `ask` gives for pairs (context, continuation) a dict with the logprobs of each continuation, `written` is the tool
+    format, and `context` the most tokens of a pair, plus one; None: no limit is known.
     """
 
     def __init__(self, ask: Callable, written: Any, context: int | None = None):
@@ -52,8 +47,7 @@ class PolicyScores:
     def logprobs(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[list[float]]:
         """The logprob of each id of `continuations[i]` after `contexts[i]`, at temperature 1, on the full vocabulary.
 
-        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit (`fits`) or whose continuation
-        has an image, which is never sampled, and for lists that differ in length.
+        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit, or that continues by an image.
         """
         pairs = list(zip(map(tuple, contexts), map(tuple, continuations), strict=True))
         for i, pair in enumerate(pairs):
@@ -87,12 +81,7 @@ class PolicyScores:
 
 
 def turn_contexts(rollout: Rollout) -> list[list[int]]:
-    """The ids that the policy had read and sampled at the end of each turn, without the turn's observation.
-
-    >>> first, second = Turn([10, 11], None, "", "stop", observation_ids=[20]), Turn([30], None, "", "stop")
-    >>> turn_contexts(Rollout([], [1, 2], turns=[first, second]))
-    [[1, 2, 10, 11], [1, 2, 10, 11, 20, 30]]
-    """
+    """The ids that the policy had read and sampled at the end of each turn, without the turn's observation."""
     contexts: dict[int, list[int]] = {}
     for record in rollout.records:
         ids = record.prompt_ids
@@ -105,9 +94,8 @@ def turn_contexts(rollout: Rollout) -> list[list[int]]:
 def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None] = lambda: None) -> PolicyScores:
     """Logprobs on one or several vLLM servers in turn, with `prompt_logprobs`. `client` is that of one or of all.
 
-    INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
-    is away does not answer: the others are asked. If a request fails, or one of those that were asked does not hold
-    these weights afterwards, everything is asked again. `pushed` returns the version of the last push, or None.
+    INVARIANT: all answers are of the weights that were pushed last, of which `pushed` returns the version. Servers
+    that hold others are not asked; if one fails or holds others afterwards, everything is asked again.
     """
     servers = getattr(client, "servers", [client])
 
@@ -119,8 +107,7 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
             return False
 
     def score(server: Any, pair: tuple) -> list[float]:
-        timeout = min(server.request_timeout, LONGEST_REQUEST)
-        return server.score([*pair[0], *pair[1]], timeout=timeout)[-len(pair[1]) :]
+        return server.score([*pair[0], *pair[1]], timeout=LONGEST_REQUEST)[-len(pair[1]) :]
 
     def ask(pairs: list[tuple]) -> dict[tuple, list[float]]:
         problem: Exception | str = "No server holds them."

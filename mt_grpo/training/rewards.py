@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from trl.trainer.utils import get_callable_name
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
@@ -69,10 +70,7 @@ class RewardFunctions:
         outcome_weights: list[float] | None = None,
         optional: bool = False,
     ) -> RewardFunctions:
-        """Combine the user's functions and weights (None: 1 each) with those of the class of conversations `env`.
-
-        The functions of an environment and its tools have weight 1. If `optional` is true there may be none at all.
-        """
+        """Combine the user's functions and weights with those of `env`, of weight 1. `optional`: there may be none."""
         turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
         check_rewards(turn + own_turn, outcome + own_outcome, optional)
@@ -88,19 +86,12 @@ class RewardFunctions:
         return max(zip(weights, self.outcome_names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
 
     def score(
-        self,
-        batch: Batch,
-        columns: dict[str, Any],
-        timeout: float,
-        device: torch.device,
-        only: list[bool] | None = None,
+        self, batch: Batch, columns: dict[str, Any], timeout: float, device: torch.device, only: list | None = None
     ) -> list[list]:
         """Call each function for the B rollouts. Its value per rollout is a number, a list of one per turn, or None.
 
-        A rollout whose environment failed is not passed to any function, and has None. `columns` are further
-        arguments: `trainer_state`, `log_extra`, `log_metric`, and `policy` if a function asks for it. `only` says
-        which of the B rollouts the functions see. Raises `RuntimeError` for a function that raised or took longer than
-        `timeout` seconds, and `ValueError` for other values.
+        Functions do not see rollouts whose environment failed, and others than `only`; these have None. `columns` are
+        further arguments: `trainer_state`, `log_extra`, `log_metric`, and `policy` if a function asks for it.
         """
         places = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
         values: list[list] = [[None] * len(batch.rollouts) for _ in self.functions]
@@ -167,11 +158,9 @@ class RewardFunctions:
             ]
             turns = [rollout.turns for rollout in batch.rollouts]
             states = [state_numbers(rollout) if trainer._reads_state else [] for rollout in batch.rollouts]
-            observed = [[turn.has_observation for turn in each] for each in turns]
             tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each] for each in turns]
             local.extend(reward_tensors(batch.values, num_turns, self.num_turn_funcs))
-            local.append(pad_rows(observed, num_turns, False, torch.bool))
-            local.append(pad_rows([[True] * len(each) for each in turns], num_turns, False, torch.bool))
+            local.extend(turn_flags(batch.rollouts, num_turns))
             local.append(pad_rows(states, num_turns, -1, torch.long))
             local.append(pad_rows(tokens, num_turns, 0, torch.long))
 
@@ -184,9 +173,8 @@ def warn_of_uncounted(turns: list[Turn]) -> None:
     for call, result in join(list(zip(turn.calls, turn.results)) for turn in turns):
         if result.reward is not None:
             return tell_once(
-                f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored, because "
-                "the tool is not annotated to return rewards. Annotate the function with -> ToolResult (for tools "
-                "that `reset` creates: give the class `tools: list = []`), or read it in a reward function.",
+                f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored. Annotate "
+                "the function with -> ToolResult (for tools of `reset`: give the class `tools: list = []`).",
                 "rewards of results",
             )
 
@@ -202,58 +190,38 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
     for kind, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
-        for place, func in enumerate(funcs):
-            if any(func is other for other in funcs[:place]):
-                raise ValueError(
-                    f"{kind}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
-                    f"set its weight with {kind.lower()}_reward_weights."
-                )
+        for func in funcs:
+            name = get_callable_name(func)
+            if sum(func is other for other in funcs) > 1:
+                raise ValueError(f"{kind}_REWARD_FUNCS lists {name} twice. Set {kind.lower()}_reward_weights instead.")
             if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
-                raise ValueError(
-                    f"Reward {reward_name(func)} takes no **kwargs. Add it: every dataset column is passed by name."
-                )
-
-
-def without_partial(func: Callable) -> Callable:
-    """The function inside of a partial, which may be one of a partial."""
-    return without_partial(func.func) if isinstance(func, functools.partial) else func
-
-
-def reward_name(func: Callable) -> str:
-    """The name of a reward, as in TRL: that of a partial's function, or of a callable object's class.
-
-    >>> reward_name(functools.partial(functools.partial(sorted), reverse=True)), reward_name(reward_name)
-    ('sorted', 'reward_name')
-    """
-    func = without_partial(func)
-    return getattr(func, "__name__", type(func).__name__)
+                raise ValueError(f"Reward {name} takes no **kwargs. Add it: every dataset column is passed by name.")
 
 
 def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
     """Make the `__name__` of each function unique: the second `length` becomes `length_2`. Returns the lists.
 
-    INVARIANT: no two rewards have one name. Metrics, logs and facts are by name: one would stand for both.
+    INVARIANT: no two rewards have one name: metrics, logs and facts are by name.
     """
     taken: set[str] = set()
 
     def apart(func: Callable) -> Callable:
-        name, number = reward_name(func), 2
+        first, number = get_callable_name(func), 2
+        name = first
         while name in taken:
-            name, number = f"{reward_name(func)}_{number}", number + 1
+            name, number = f"{first}_{number}", number + 1
         taken.add(name)
-        if name != reward_name(func):
-            logger.warning(f"Two rewards are called {reward_name(func)}. The second is logged as {name}. Rename it.")
+        if name != first:
+            logger.warning(f"Two rewards are called {first}. The second is logged as {name}. Rename it.")
         if getattr(func, "__name__", None) == name:
             return func
 
         async def awaited(**kwargs: Any) -> Any:
             return await func(**kwargs)
 
-        inner = without_partial(func)
-        waits = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(inner).__call__)
+        waits = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
         named = awaited if waits else lambda **kwargs: func(**kwargs)
-        named.__name__, named.__module__, named.__wrapped__ = name, inner.__module__, inner
-        named.__signature__ = inspect.signature(func)
+        named.__name__, named.__module__, named.__wrapped__ = name, func.__module__, func
         return named
 
     return [[apart(func) for func in funcs] for funcs in lists]
@@ -270,10 +238,9 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
 
 
 def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
-    """(turn, outcome) reward functions that return the rewards of environments and tools, named as they are logged.
+    """(turn, outcome) reward functions of environments and tools: `environment` (of replies) and `tool` (of results).
 
-    Turn: `environment` (of replies) and `tool` (of results). Outcome: one per class with `get_reward`, and its
-    `outcome_reward_funcs`.
+    Outcome: one per class with `get_reward`, and its `outcome_reward_funcs`.
     """
 
     def environment(rollout_turns: list, **kwargs) -> list:
@@ -327,8 +294,7 @@ def own_copy(value: Any) -> Any:
 def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
     """Context manager in which functions draw random numbers of torch, `random` and numpy that are not the run's.
 
-    INVARIANT: no reward changes what a run samples or trains, also if it calls `torch.manual_seed(0)`. What functions
-    draw differs from step to step and from `call` to call of a step, and is the same in a resumed run.
+    INVARIANT: no reward changes what a run samples. Its draws differ by step and `call`, and not in a resumed run.
     """
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -351,28 +317,28 @@ class OutOfTime(BaseException):
 
 
 @contextmanager
-def named_errors(func: Callable, columns: dict[str, Any], timeout: float) -> Iterator[None]:
+def named_errors(func: Callable, timeout: float) -> Iterator[None]:
     """Context manager in which an error of a reward function becomes a `RuntimeError` that names the function."""
     try:
         yield
     except ToolTimeout:
         raise RuntimeError(
-            f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
-            "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
+            f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s. Check the server that it may ask, "
+            "or raise reward_timeout if it needs longer."
         ) from None
     except Exception as error:
-        text = error_line(error)
-        if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
-            text += f": there is no such column. Columns: {', '.join(columns)}"
-        raise RuntimeError(f"Reward {func.__name__} raised {text} ({where_raised(func, error)})") from error
+        place = where_raised(func, error)
+        raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)} ({place})") from error
 
 
 def where_raised(func: Callable, error: BaseException) -> str:
     """The file and the line of the function's own file that ran last, and of what it called, if that raised."""
-    inner = inspect.unwrap(without_partial(func))
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    func = inspect.unwrap(func)
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = inspect.unwrap(func if hasattr(func, "__code__") else type(func).__call__)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    own = [frame for frame in frames if hasattr(func, "__code__") and frame.filename == func.__code__.co_filename]
     places = [f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]]]
     return ", which called ".join(dict.fromkeys(places))
 
@@ -386,7 +352,7 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
 
     async def awaited(func: Callable) -> Any:
         began = time.monotonic()
-        with named_errors(func, columns, timeout):
+        with named_errors(func, timeout):
             value = await run_tool(func, own_copy(columns), timeout)
             if time.monotonic() - began > timeout + 0.5:  # no limit reaches what blocks the event loop
                 raise ToolTimeout
@@ -398,7 +364,7 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
     try:
         for i, func in enumerate(funcs):
             if not is_async[i]:
-                with named_errors(func, columns, timeout):
+                with named_errors(func, timeout):
                     values[i] = call_in_time(func, columns, timeout)
         found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
     except TimeoutError:
@@ -415,8 +381,7 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
     """Call a function on a copy of its columns. It may return an awaitable, which is then awaited.
 
     At the limit a signal interrupts it, and is repeated until it ends. If it stays in C, `faulthandler` prints where
-    it hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever. Raises
-    `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
+    it hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever.
     """
     over, began, runs, late = threading.Event(), time.monotonic(), True, False
 
@@ -476,12 +441,7 @@ class Scores(NamedTuple):
     num_tokens: torch.Tensor | None = None  # (N, K) int64: the turn's trained tokens
 
     def weighted(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields of a `RewardTable`: the weighted `outcome`, `rollout_turn` (N,), `turn` (N, K), and the flags.
-
-        >>> scores = Scores(torch.tensor([[NAN, 1.0]]), torch.tensor([[[0.5], [NAN]]]))
-        >>> list(scores.weighted(torch.tensor([2.0, 3.0])).values())[:3]  # NaN where no number was given
-        [tensor([3.]), tensor([nan]), tensor([[1., nan]])]
-        """
+        """The fields of a `RewardTable`: the weighted `outcome`, `rollout_turn` (N,), `turn` (N, K), and the flags."""
         first, flags = self.per_turn.shape[2], self._asdict()  # the first outcome function
         # INVARIANT: weight 0 gives no number. With None, 0 times a number would be the reward 0, which is compared.
         weights = torch.where(weights == 0, NAN, weights)
@@ -489,19 +449,10 @@ class Scores(NamedTuple):
         # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
         has_outcome = not weights[first:].isnan().all()
         outcome = nansum(numbers[:, first:], 1) if has_outcome else numbers.new_zeros(len(numbers))
-        return {
-            "outcome": outcome,
-            "rollout_turn": nansum(numbers[:, :first], 1),
-            "turn": nansum(per_turn, 2),
-            **flags,
-        }
+        return {"outcome": outcome, "rollout_turn": nansum(numbers[:, :first], 1), "turn": nansum(per_turn, 2)} | flags
 
     def logged(self) -> torch.Tensor:
-        """(N, F) for TRL's logs: a turn function's sum over the turns, where it gave a list.
-
-        >>> Scores(torch.tensor([[NAN, 1.0]]), torch.tensor([[[0.5], [0.25]]])).logged()
-        tensor([[0.7500, 1.0000]])
-        """
+        """(N, F) for TRL's logs: a turn function's sum over the turns, where it gave a list."""
         sums, logged = nansum(self.per_turn, 1), self.whole.clone()
         first = sums.shape[1]
         logged[:, :first] = torch.where(sums.isnan(), logged[:, :first], sums)
@@ -519,10 +470,7 @@ class Scores(NamedTuple):
 
 
 def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
-    """Raise `ValueError` unless a function returned one value per rollout, which may be a list if `per_turn` is true.
-
-    Such a list has one value per turn. Every value is a finite number or None.
-    """
+    """Raise `ValueError` unless a function gave each rollout a finite number or None, or a list if `per_turn`."""
     if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
@@ -544,11 +492,7 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
 
 
 def is_finite(number: Any) -> bool:
-    """Whether a value is a number that is finite in float32. Texts and tensors of several numbers are not.
-
-    >>> [is_finite(number) for number in (1, True, "1", 1j, 10**400, float("nan"), torch.ones(2), torch.ones(1))]
-    [True, True, False, False, False, False, False, True]
-    """
+    """Whether a value is a number that is finite in float32. Texts and tensors of several numbers are not."""
     try:
         return not isinstance(number, (str, bytes)) and abs(float(number)) <= torch.finfo(torch.float32).max
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -568,6 +512,12 @@ def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> t
     return whole, per_turn
 
 
+def turn_flags(rollouts: list[Rollout], num_turns: int) -> list[torch.Tensor]:
+    """Two bool tensors (B, K): whether a turn has an observation, and whether the rollout has the turn."""
+    flags = [[turn.has_observation for turn in rollout.turns] for rollout in rollouts]
+    return [pad_rows(rows, num_turns, False, torch.bool) for rows in (flags, [[True] * len(row) for row in flags])]
+
+
 def state_numbers(rollout: Rollout) -> list[int]:
     """One hash per turn that identifies its state: of its `state_key`, or of the tokens that it reads without one.
 
@@ -580,9 +530,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
             digest = history.digest()
             if turn.state_key is not None:
                 if not is_plain(turn.state_key):
-                    raise ValueError(
-                        f"state_key returned {turn.state_key!r}, expected a string, a number or a tuple of them."
-                    )
+                    raise ValueError(f"state_key returned {turn.state_key!r}, expected a string, number or tuple.")
                 digest = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8).digest()
             numbers[k] = int.from_bytes(digest[:8], "big") >> 1  # never -1, which means "no turn"
             id_hash(turn.token_ids + turn.observation_ids, history)
@@ -591,6 +539,6 @@ def state_numbers(rollout: Rollout) -> list[int]:
 
 def is_plain(key: Any) -> bool:
     """Whether the `repr` of a key is the same in every process."""
-    if isinstance(key, (tuple, list)):
-        return all(map(is_plain, key))
-    return isinstance(key, (str, int, float, type(None)))
+    return (
+        all(map(is_plain, key)) if isinstance(key, (tuple, list)) else isinstance(key, (str, int, float, type(None)))
+    )

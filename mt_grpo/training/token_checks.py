@@ -2,8 +2,6 @@
 
 ids   each turn began with the ids that the backend reports to have read, and consists of those that it sampled
 text  what the last turn of a record read is what the chat template makes of the messages before it
-
-The first always holds. The second holds unless the template rewrites earlier turns: such records are not compared.
 """
 
 from __future__ import annotations
@@ -36,17 +34,7 @@ class Difference(NamedTuple):
 
 
 def check_ids(record: Record) -> list[Difference]:
-    """Turns whose ids differ from those that the backend read or sampled. Turns without its report are skipped.
-
-    >>> from mt_grpo.rollout import Generation, Turn, hash_of_ids
-    >>> sampled = Generation([5, 6, 7], None, "stop", hash_of_ids([1, 2]))
-    >>> turn = Turn([5, 6], None, "", "stop", generations=[sampled])
-    >>> check_ids(Record([1, 2], [turn])), [found.kind for found in check_ids(Record([1, 3], [turn]))]
-    ([], ['read'])
-    >>> turn.token_ids = [5, 8]
-    >>> [found.kind for found in check_ids(Record([1, 2], [turn]))]
-    ['sampled']
-    """
+    """Turns whose ids differ from those that the backend read or sampled. Turns without its report are skipped."""
     seen = id_hash(record.prompt_ids)
     for number, turn in zip(record.numbers or range(len(record.turns)), record.turns):
         before, ids = seen.copy(), []
@@ -74,50 +62,45 @@ def check_text(rollout: Rollout, record: Record, env: Any, strict: bool) -> list
     turns = record.turns if record.turns[-1].observation_ids else record.turns[:-1]
     pieces = [("in the prompt", tokenizer.decode(record.prompt_ids))]
     for number, turn in zip(record.numbers, turns):
-        pieces.append((f"in turn {number}", text_of_turn(turn, written)))
+        # If another id than the template's ended the turn, the template's stands in its place.
+        end = [i if i in written._closing else min(written._closing, default=i) for i in turn.token_ids[-1:]]
+        ended = not written.ends.isdisjoint(turn.token_ids[-1:])
+        pieces.append((f"in turn {number}", written.text(turn.token_ids) + tokenizer.decode(end * ended)))
         pieces.append((f"after turn {number}", tokenizer.decode(turn.observation_ids)))
     goes_on = turns[-1].continuation is not None if turns else bool(context) and messages[-1]["role"] == "assistant"
     arguments = written.prompt(with_turns(messages, turns, begun=context is not None), tools)
     arguments |= {"tokenize": False, "add_generation_prompt": not goes_on}
-    ours = "".join(text for _, text in pieces)
     try:
         theirs = tokenizer.apply_chat_template(**arguments)
     except Exception as error:  # whatever a template raises
         return [Difference("text", "no rendering", "in the conversation", f"the template raises: {error}")]
-    if goes_on:  # the template ends the message that the next turn continues
-        theirs = theirs[: len(ours)]
+    ours = "".join(text for _, text in pieces)
     for kind, form in [("text", squeezed), ("white space", str)][: 1 + strict]:
-        if form(ours) == form(theirs):
+        own, other = form(ours.rstrip() if goes_on else ours), form(theirs)
+        # The template ends a message that the next turn continues.
+        if own == (other[: len(own)] if goes_on else other):
             continue
-        if any(rewrites(turn, written, tools, form) for turn in turns):
-            logger.debug("The chat template rewrites earlier turns, whose records are not compared.")
+        if any(rewrites(turn, written, form) for turn in turns):
+            logger.debug("The chat template rewrites earlier turns. What comes after them is not compared.")
             return None
-        k = len(os.path.commonprefix([form(ours), form(theirs)]))
-        shown = ", rendered ".join(repr(form(text)[max(k - 20, 0) : k + 20]) for text in (ours, theirs))
+        k = len(os.path.commonprefix([own, other]))
         ends = itertools.accumulate(len(form(text)) for _, text in pieces)
         place = next((name for end, (name, _) in zip(ends, pieces) if k < end), pieces[-1][0])
+        shown = f"{own[max(k - 20, 0) : k + 20]!r}, rendered {other[max(k - 20, 0) : k + 20]!r}"
         return [Difference("text", kind, place, shown)]
     return []
 
 
-def text_of_turn(turn: Turn, written: ChatFormat) -> str:
-    """A turn's text. If another id than the template's ended it, the template's stands in its place."""
-    ends = [id if id in written._closing else min(written._closing, default=id) for id in turn.token_ids[-1:]]
-    ended = ends if turn.token_ids[-1:] and turn.token_ids[-1] in written.ends else []
-    return written.text(turn.token_ids) + written.tokenizer.decode(ended)
-
-
-def rewrites(turn: Turn, written: ChatFormat, tools: dict, form: Callable[[str], str]) -> bool:
+def rewrites(turn: Turn, written: ChatFormat, form: Callable[[str], str]) -> bool:
     """Whether the template changes an earlier turn, such as its thinking, which small conversations show."""
     read = turn.messages or [ASK]
     text = written.text(turn.token_ids) + (turn.continuation or "")
     for messages in [read] if any(message["role"] == "user" for message in read) else [read, [*read, ASK]]:
         conversation = with_turns([ASK], [dataclasses.replace(turn, messages=messages)])
         try:
-            arguments = written.prompt(conversation, tools) | {"tokenize": False}
-            asked = written.prompt([ASK], tools) | {"tokenize": False}
-            rendered, before = (written.tokenizer.apply_chat_template(**each) for each in (arguments, asked))
-            if form(rendered) != form(before + text + written.suffix(turn.calls, messages)):
+            arguments = {**written.prompt(conversation, {}), "tokenize": False}
+            expected = written._render([ASK]) + text + written.suffix(turn.calls, messages)
+            if form(written.tokenizer.apply_chat_template(**arguments)) != form(expected):
                 return True
         except Exception:  # whatever a template raises
             return True
@@ -153,8 +136,7 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[list[list
     # A format of a fork's own may lack what renders conversations to compare with.
     compares = getattr(env, "renders_all", True) and isinstance(env.format_of(env.tokenizer), ChatFormat)
     texts = [
-        [check_text(rollout, record, env, mode == "strict") for record in rollout.records]
-        for rollout in (trained[:COMPARED] if compares else [])
+        [check_text(r, each, env, mode == "strict") for each in r.records] for r in trained[: COMPARED * compares]
     ]
-    compared = [[found for found in of_rollout if found is not None] for of_rollout in texts]
-    return [join(map(check_ids, r.records)) for r in trained], [join(each) for each in compared if each]
+    of_texts = [join(found or [] for found in each) for each in texts if any(found is not None for found in each)]
+    return [join(map(check_ids, rollout.records)) for rollout in trained], of_texts

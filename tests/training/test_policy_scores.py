@@ -127,7 +127,7 @@ def test_an_adapter_and_sharded_weights_are_refused():
 class Server:
     """Answers its number for every id, holds a version, and may be lost or restart."""
 
-    adapter, request_timeout, lineage = None, 5.0, "boot"
+    adapter, lineage = None, "boot"
 
     def __init__(self, number, version="3"):
         self.number, self.version, self.lost, self.asked = number, version, False, 0
@@ -141,7 +141,7 @@ class Server:
         return not self.lost
 
     def score(self, ids, timeout):
-        assert timeout == 5.0
+        assert timeout == policy_scores.LONGEST_REQUEST
         if self.lost:
             raise ServerLost("gone")
         self.asked += 1

@@ -45,7 +45,7 @@ def rewards(tmp_path):
 @pytest.mark.parametrize(
     "name, answers, said",
     [
-        ("by_key", [{"value": "x"}, {}], "KeyError: 'value': there is no such column.*my_rewards.py, line 4"),
+        ("by_key", [{"value": "x"}, {}], "KeyError: 'value' .*my_rewards.py, line 4"),
         ("reads", ["[1]", "{"], r"JSONDecodeError.*my_rewards.py, line 10, which called .*json/decoder.py, line \d+"),
         ("awaited", [2, 0], "ZeroDivisionError.*my_rewards.py, line 13"),
         ("bound", [{}], "KeyError.*my_rewards.py, line 4"),
