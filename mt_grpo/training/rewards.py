@@ -530,7 +530,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
             digest = history.digest()
             if turn.state_key is not None:
                 if not is_plain(turn.state_key):
-                    raise ValueError(f"state_key returned {turn.state_key!r}, expected a string, number or tuple.")
+                    raise ValueError(f"state_key returned {turn.state_key!r}, expected a string, a number or a tuple.")
                 digest = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8).digest()
             numbers[k] = int.from_bytes(digest[:8], "big") >> 1  # never -1, which means "no turn"
             id_hash(turn.token_ids + turn.observation_ids, history)
