@@ -286,17 +286,6 @@ def test_only_who_names_it_has_it_given_and_a_column_of_the_data_comes_first():
     assert seen["asks"][0] == seen["other"] == ["policy 0", "policy 1"]
 
 
-def test_a_reward_that_raises_beside_one_that_asks_is_named():
-    def asks(policy, **kwargs):
-        return [0.0] * 2
-
-    def breaks(colour, **kwargs):
-        return [1 / (each != "colour 1") for each in colour]
-
-    with pytest.raises(RuntimeError, match="Reward breaks raised ZeroDivisionError"):
-        scored([asks, breaks], columns=["colour"], policy=object())
-
-
 class Told:
     """A policy that knows the answer to the degree that its context holds 100 (0.9), else 101 (0.5), else 0.1."""
 

@@ -154,8 +154,20 @@ def test_what_a_template_does_itself_is_not_told(name):
     rollouts = env.generate(["2 + 3?"], Scripted([scripts], tokenizer=tokenizer))["rollouts"]
     assert len(rollouts[0].turns) == 2, rollouts[0].stop_reason
     of_ids, of_text = check_batch(rollouts, env, "strict")
-    print(name, of_ids, of_text)
-    assert of_ids == [[]] and of_text in ([], [[]])
+    rewritten = ("deepseekv3", "nemotron_3_ultra", "nemotron_3_5_lightning")
+    assert of_ids == [[]] and of_text == ([] if name in rewritten else [[]])
+
+
+@pytest.mark.contract("delta tokenization")
+def test_a_turn_that_the_template_rewrites_is_not_compared():
+    """Qwen3's template drops the thinking of an earlier turn; a fault after a turn without any is found."""
+    doubled, answer = FAULTS["a doubled end of turn"][0], "<answer>ab</answer>"
+    for thought, cls, of_text in (
+        (THOUGHT, mt.MultiTurnToolEnv, []), (THOUGHT, doubled, []), ("", mt.MultiTurnToolEnv, [[]]),
+        ("", doubled, [["text"]]),
+    ):  # fmt: skip
+        rollouts, env = conversation(cls, [thought + call("echo", text="hi"), answer], QWEN3_TOKENIZER)
+        assert [[found.kind for found in each] for each in check_batch(rollouts, env, "strict")[1]] == of_text
 
 
 def test_a_kind_is_logged_once(monkeypatch, caplog):
