@@ -93,7 +93,7 @@ def test_information_gain_by_a_server_is_that_of_transformers(client, served_mod
     given = {"turn_contexts": contexts, "answer": [["42", "forty two"], ["11"]]}
     gain = load("information_gain").information_gain_reward_func
     by_server = gain(turns, policy=scores_of_servers(client, written), **given)
-    expected = gain(turns, policy=scores_of_model(model, written, torch.no_grad, str), **given)
+    expected = gain(turns, policy=scores_of_model(model, written, torch.no_grad), **given)
     assert by_server == [pytest.approx(row, abs=1e-5) for row in expected]
     assert max(abs(value) for row in expected for value in row if value is not None) > 0.01
 

@@ -452,7 +452,7 @@ def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
     with torch.no_grad():
         logits = trainer.model(input_ids=torch.tensor(ids), **shown).logits[0, -4:-1]
     expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor(asked)].tolist()
-    scores = scores_of_model(trainer.model, None, contextlib.nullcontext, str)
+    scores = scores_of_model(trainer.model, None, contextlib.nullcontext)
     assert scores.logprobs([context], [asked])[0] == pytest.approx(expected, abs=2e-5)
     with pytest.raises(ValueError, match="pair 0 .* no image in the continuation"):
         scores.logprobs([[5]], [context])
