@@ -15,12 +15,11 @@ from transformers import AddedToken, AutoTokenizer
 
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.control_tokens import (
-    control_pattern,
-    message_pattern,
     neutralise,
     neutralise_json,
     neutralise_messages,
     pattern_of,
+    token_pattern,
 )
 from mt_grpo.conversation.tools.signature import as_tool, named_tools
 from mt_grpo.rollout import Generation, Origin, Reply, StopReason, ToolCall, ToolResult
@@ -81,12 +80,12 @@ def tokens_in(text, name, tokens):
 @EVERY
 def test_what_begins_or_ends_a_message(name):
     tokenizer = tokenizer_of(name)
-    pattern = message_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template), format_of(name).ends)
+    pattern = token_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template), format_of(name).ends)
     known = in_vocabulary(name, MESSAGE_TOKENS[name])
     assert len(known) >= 2 and all(pattern.fullmatch(token) for token in known)
     kept = [*in_vocabulary(name, INSIDE[name]), "</result>", "<result>", "<tool>", "<answer>", "user", "a < b"]
     assert not any(pattern.search(text) for text in kept)
-    whole = control_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+    whole = token_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
     assert all(whole.fullmatch(token) for token in [*known, *in_vocabulary(name, INSIDE[name]), "</result>"])
 
 

@@ -72,8 +72,7 @@ def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, other
 def thinking_length(text: str, before: str, opening: str = "<think>", closing: str = "</think>") -> int | None:
     """The number of characters of a turn's text that are thinking. None if the thinking is still open at its end.
 
-    `before` is the part of the same message that is in the prompt: what the generation prompt writes for the model, or
-    the text that this turn continues.
+    `before` is the part of the same message that is in the prompt, such as what the generation prompt writes.
 
     >>> thinking_length("<think>a</think>b", ""), thinking_length("a</think>b", "<think>\\n")
     (16, 9)
@@ -90,9 +89,7 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
 
 
 def behind_thinking(text: str) -> str:
-    """The text after a turn's thinking, for the thinking tags of any known family of models.
-
-    A generation prompt may have opened `<think>`; other families' tags count only if the text has both.
+    """The text after a turn's thinking in any family's tags, of which only `<think>` may be missing from the text.
 
     >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
     [' b', ' b', 'so <|end|> b']
@@ -164,13 +161,12 @@ class ChatFormat:
     def _warn_of_unread_kwargs(self) -> None:
         """Warn of `chat_template_kwargs` that the chat template never names, which rendering ignores."""
         template = f"{self.tokenizer.chat_template}{self.chat_template_kwargs.get('chat_template')}"
-        known = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        for name in self.chat_template_kwargs:
-            if name not in known and not re.search(rf"\b{re.escape(name)}\b", template):
-                tell_once(
-                    f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
-                    "effect. Check its spelling against the chat template."
-                )
+        known = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, *re.findall(r"\w+", template)}
+        for name in self.chat_template_kwargs.keys() - known:
+            tell_once(
+                f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
+                "effect. Check its spelling against the chat template."
+            )
 
     def setup(self) -> None:
         """Prepare the format before the template is inspected: choose the thinking tags of the model's family."""
@@ -219,10 +215,7 @@ class ChatFormat:
         return False
 
     def with_reasoning(self, message: Message) -> Message:
-        """Move the thinking in the text of an assistant's message to where the chat template reads it.
-
-        A template that takes it from there would write it as loose text otherwise, or without its opening tag.
-        """
+        """Move the thinking in the text of an assistant's message to where the chat template reads it, in its tags."""
         text, (opening, closing) = message.get("content"), self.thinking
         if any(message.get(key) for key in REASONING_KEYS) or not isinstance(text, str):
             return message
@@ -245,18 +238,15 @@ class ChatFormat:
             return json.dumps
         return dict
 
-    def _with_arguments(self, call: Any) -> Any:
-        """Convert a call's arguments to the form of the chat template. In OpenAI's API they are text.
-
-        A template that writes arguments as JSON would otherwise encode such a text twice.
-        """
-        function = call.get("function", call) if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
+    def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Convert a call's arguments, which are text in OpenAI's API, to the form that the chat template takes."""
+        function = call.get("function") or call
+        arguments = function.get("arguments")
         read = load_json(arguments)[0] if isinstance(arguments, str) else arguments
         if not isinstance(read, dict):
             return call
         function = {**function, "arguments": self.arguments(read)}
-        return {**call, "function": function} if "function" in call else function
+        return {**call, "function": function} if call.get("function") else function
 
     def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
         """Break control tokens in messages, also inside arguments, that messages of this origin may not contain."""
@@ -279,8 +269,6 @@ class ChatFormat:
     ) -> list[int]:
         """Ids from the end of the model's turn, over the messages after it, to the next generation prompt.
 
-        A short conversation is rendered with a stand-in for the assistant's turn, and what follows it is tokenised.
-        Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
         If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
         """
         ids = self.text_ids(self.suffix(calls, messages), most)
@@ -316,6 +304,7 @@ class ChatFormat:
 
     def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
         """The text from the end of a turn, over the messages after it, to the next generation prompt."""
+        # Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
         rendered = self._render([ASK, {"role": "assistant", "content": self._sentinel}, *messages])
         if self._sentinel not in rendered:
             raise ValueError(f"the assistant's message is not in {rendered!r}")
@@ -373,8 +362,7 @@ class ChatFormat:
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it.
 
-        This is decided on decoded ids, in the same way for every backend: a server's `stop` truncates only its text.
-        A prefix of a sample is still on-policy.
+        Decoded ids decide it, whatever the backend. A prefix of a sample is still on-policy.
         """
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
         length, ended = (len(ids), False) if end is None else (end + 1, True)
@@ -387,17 +375,15 @@ class ChatFormat:
 
         if not self.stops or not closed(length):
             return length, ended
-        if not closed(length - 1):  # where a server's `stop` ended it
-            return length, True
-        return 1 + bisect.bisect_left(range(1, length + 1), True, key=closed), True
+        return bisect.bisect_left(range(length + 1), True, key=closed), True
 
     def parse(
         self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None, lead: str = ""
     ) -> Parsed:
         """Parse a whole turn: its text, calls and answer. Never raises, whatever the model wrote.
 
-        `tools` distinguish numbers from text in formats that write both in the same way. `lead` is the text that the
-        turn continues, such as `So: <answer>`: a call or an answer that it opens belongs to the turn.
+        Formats that write numbers and text in the same way look at `tools`. A call or an answer that `lead`, the text
+        that the turn continues, opens belongs to the turn.
         """
         text, tools = self.text(ids), tools or {}
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
@@ -410,17 +396,14 @@ class ChatFormat:
 
     def _opened_in(self, lead: str, text: str) -> str:
         """The end of a lead that opens a call or an answer which the text after it closes; empty if there is none."""
-
-        def places(pattern: str, text: str) -> list[int]:  # where only a turn's end closes a call, it matches nothing
-            return [found.start() for found in re.finditer(pattern, text, re.DOTALL) if found[0] or pattern == begins]
-
-        begins, closes = self.begins, self.closes
-        opened = lead[max(places(begins, lead), default=len(lead)) :]
-        if places(closes, opened) or re.match(r"<tool>\s*[^\s{]", opened):  # as in "I use <tool> tags"
+        # Where only a turn's end closes a call, `closes` matches nothing, and a call may begin without a tag.
+        begun = [found.start() for found in re.finditer(self.begins, lead, re.DOTALL)]
+        opened = lead[begun[-1] :] if begun else ""
+        closed = any(found[0] for found in re.finditer(self.closes, opened, re.DOTALL))
+        if closed or re.match(r"<tool>\s*[^\s{]", opened):  # as in "I use <tool> tags"
             return ""
-        first, closed = places(begins, text)[:1], places(closes, text)[:1]
-        mentioned = opened.startswith("<answer>") and bool(first) and first < (closed or [len(text)])
-        return "" if mentioned else opened
+        first = re.search(f"(?P<begins>{self.begins})|{self.closes}", text, re.DOTALL)
+        return "" if opened.startswith("<answer>") and first and first.lastgroup == "begins" else opened
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         """Parse the calls and the answer in a turn's text after its thinking. Implemented by subclasses."""
