@@ -52,10 +52,7 @@ def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]
 
 
 def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, others: tuple[str, ...] = ()) -> ToolCall:
-    """Parse the JSON of one call. The policy reads the error texts, which are short and say how to fix the call.
-
-    `key` is that of the arguments, `several` the error for more than one call, and the keys `others` are ignored.
-    """
+    """Parse the JSON of one call, with its arguments under `key`. The policy reads the errors, which are short."""
     call, error = load_json(body, several)
     if error or isinstance(call, list):
         return ToolCall(None, {}, error or several)
@@ -123,7 +120,7 @@ class ChatFormat:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict | None = None,
         extra_ends: Iterable[int] = (),
     ):
         self.tokenizer = tokenizer
@@ -192,13 +189,9 @@ class ChatFormat:
 
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
         """Arguments of `apply_chat_template`, which returns ids, for messages that the model answers next."""
-        return {
-            **self.chat_template_kwargs,
-            "conversation": [self.with_reasoning(m) if m["role"] == "assistant" else m for m in messages],
-            "add_generation_prompt": True,
-            "tokenize": True,
-            "return_dict": False,
-        }
+        conversation = [self.with_reasoning(m) if m["role"] == "assistant" else m for m in messages]
+        fixed = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return {**self.chat_template_kwargs, "conversation": conversation, **fixed}
 
     @functools.cached_property
     def _reads_reasoning(self) -> bool:
@@ -250,10 +243,9 @@ class ChatFormat:
 
     def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
         """Break control tokens in messages, also inside arguments, that messages of this origin may not contain."""
-        read = [  # before that, as JSON text can hide a token by an escape
-            {**m, "tool_calls": list(map(self._with_arguments, m["tool_calls"]))} if m.get("tool_calls") else m
-            for m in messages
-        ]
+        # JSON text can hide a token by an escape.
+        calls = [list(map(self._with_arguments, m.get("tool_calls") or [])) for m in messages]
+        read = [{**m, "tool_calls": each} if each else m for m, each in zip(messages, calls)]
         return neutralise_messages(read, self.tokenizer, origin, self.ends)
 
     def clean_text(self, text: str) -> str:
@@ -267,10 +259,7 @@ class ChatFormat:
     def suffix_ids(
         self, calls: list[ToolCall], messages: list[Message], sampled: list[int], most: float = float("inf")
     ) -> list[int]:
-        """Ids from the end of the model's turn, over the messages after it, to the next generation prompt.
-
-        If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
-        """
+        """Ids from the end of the model's turn to the next generation prompt. `most` is that of `text_ids`."""
         ids = self.text_ids(self.suffix(calls, messages), most)
         # The end of turn is there already if the model sampled one, be it another than the template's.
         closing = self._end_of_turn(ids)
@@ -282,10 +271,7 @@ class ChatFormat:
     def fit(
         self, turn: Turn, further: list[Message], most: float, limit: int
     ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
-        """(results, messages, ids) after a turn in at most `most` tokens, each result truncated to at most `limit`.
-
-        None if they do not fit: further messages are not truncated.
-        """
+        """(results, messages, ids) after a turn in `most` tokens, each result truncated to `limit`; None: no room."""
         if cut_messages(further, most, self.tokenizer) != further:
             return None
         # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
@@ -323,9 +309,7 @@ class ChatFormat:
         if not all(text in suffix for text in texts):
             raise self.refusal(f"leaves out a result: it writes {suffix!r} after {after}")
         if not whole.endswith(suffix):
-            raise self.refusal(
-                f"writes results differently after different turns: {suffix!r} is not the end of {whole!r}"
-            )
+            raise self.refusal(f"writes results differently after other turns: {suffix!r} is not the end of {whole!r}")
 
     def turn_message(self, calls: list[ToolCall]) -> Message:
         """A turn with these calls, as a message for the chat template."""
@@ -360,10 +344,7 @@ class ChatFormat:
         return any(self.length_of_thinking(part, prompt_ids) is None for part in (ids, ids[:-1]))
 
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
-        """How many of the sampled ids make the turn, and whether something in them ends it.
-
-        Decoded ids decide it, whatever the backend. A prefix of a sample is still on-policy.
-        """
+        """How many of the sampled ids make the turn, by their text for any backend, and whether they end it."""
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
         length, ended = (len(ids), False) if end is None else (end + 1, True)
         before = self._before(prompt_ids) if self.stops else ""
@@ -382,8 +363,7 @@ class ChatFormat:
     ) -> Parsed:
         """Parse a whole turn: its text, calls and answer. Never raises, whatever the model wrote.
 
-        Formats that write numbers and text in the same way look at `tools`. A call or an answer that `lead`, the text
-        that the turn continues, opens belongs to the turn.
+        `lead` is the text that the turn continues: a call or an answer that it opens belongs to the turn.
         """
         text, tools = self.text(ids), tools or {}
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
@@ -438,12 +418,10 @@ class ChatFormat:
         return [] if end is None or ids[end] not in self.tokenizer.added_tokens_decoder else ids[: end + 1]
 
     def text_ids(self, suffix: str, most: float = float("inf")) -> list[int]:
-        """Token ids of a text that follows other text: some tokenizers begin a text with a blank of their own.
-
-        If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
-        """
+        """Token ids of a text that follows other text; if they are certainly more than `most`, more than that only."""
         suffix = cut_far_beyond(suffix, most, self.tokenizer)
-        before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
+        # Some tokenizers begin a text with a blank of their own, and keep a letter apart from what follows.
+        before = "x"
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(before + suffix, add_special_tokens=False, return_offsets_mapping=True)
             starts = [start for start, _ in encoded["offset_mapping"]]

@@ -129,21 +129,20 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
 def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
     """Break the control tokens in all texts of a JSON value, including keys (see `neutralise`)."""
 
-    def read(value: Any) -> Any:
-        if isinstance(value, str):
-            return neutralise(value, tokenizer, forbidden)
-        if isinstance(value, dict):
-            return {read(k): read(v) for k, v in value.items()}
-        return [read(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    return read(value)
+    if isinstance(value, str):
+        return neutralise(value, tokenizer, forbidden)
+    if isinstance(value, dict):
+        read = [(neutralise_json(each, tokenizer, forbidden) for each in pair) for pair in value.items()]
+        return dict(read)
+    return (
+        [neutralise_json(each, tokenizer, forbidden) for each in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 def clean_schema(schema: dict[str, Any], tokenizer: PreTrainedTokenizerBase, origin: Origin) -> dict[str, Any]:
     """Break the control tokens in a tool's JSON schema. Raises `ValueError` for one in a name (`check_names`)."""
     forbidden, function = forbidden_in(origin, "tool", tokenizer), schema["function"]
-    properties = (function.get("parameters") or {}).get("properties") or {}
-    check_names([function["name"], *properties], forbidden)
+    check_names([function["name"], *((function.get("parameters") or {}).get("properties") or {})], forbidden)
     return neutralise_json(schema, tokenizer, forbidden)
 
 
@@ -173,9 +172,6 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
     """Truncate a text to at most `limit` tokens, with a visible marker at the end. None if nothing fits."""
     if limit <= 0:
         return None
-    # A character has at most one token, and a blank three where it is written in bytes.
-    if text.isascii() and 4 * len(text) + 8 <= limit:
-        return text
     shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
     ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
     if len(ids) <= limit and shortened == text:

@@ -77,11 +77,9 @@ class CallSyntax:
         return text[opened.start() : closed.end()].strip()
 
 
-SEVERAL_IN_TAGS = "several calls in one <tool_call>; write one <tool_call> for each"
+IN_TAGS = "arguments", "several calls in one <tool_call>; write one <tool_call> for each"
 TOOL_CALL = "<tool_call>", "</tool_call>"
-HERMES = CallSyntax(
-    "hermes (Qwen 2.5, Qwen 3)", *TOOL_CALL, lambda body, name, tools: [parse_call(body, "arguments", SEVERAL_IN_TAGS)]
-)
+HERMES = CallSyntax("hermes (Qwen 2.5, Qwen 3)", *TOOL_CALL, lambda body, *_: [parse_call(body, *IN_TAGS)])
 NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 GET_TOTAL = {"type": "function", "function": {"name": "get_total", "description": "A.", "parameters": NO_PARAMETERS}}
 
@@ -146,25 +144,18 @@ class HermesFormat(ChatFormat):
                 f"The chat template of {self.tokenizer.name_or_path or 'this tokenizer'} leaves tools out of the "
                 f"prompt, and the messages do not name {missing[0]!r}. Write {{tool_descriptions}} in system_prompt."
             )
-        schemas = [
-            clean_schema(tool_schema(name, tool), self.tokenizer, getattr(tool, "origin", Origin.OUTSIDE))
-            for name, tool in tools.items()
-        ]
+        origins = [getattr(tool, "origin", Origin.OUTSIDE) for tool in tools.values()]
+        shown = [tool_schema(name, tool) for name, tool in tools.items()]
+        schemas = [clean_schema(schema, self.tokenizer, origin) for schema, origin in zip(shown, origins)]
         messages = messages if self.keeps_results else self.with_calls(messages, tools)
         return {**super().prompt(messages, tools), **({"tools": schemas} if schemas else {})}
 
     def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:
-        """Move calls from texts into `tool_calls`, for a template that leaves out results after calls in a text.
-
-        Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
-        """
+        """Move calls from texts of an edited history into `tool_calls`, one for each result, so that none is lost."""
         written = list(messages)
         for k, message in enumerate(messages):
-            if (
-                message["role"] != "assistant"
-                or "tool_calls" in message
-                or not isinstance(message.get("content"), str)
-            ):
+            text = message.get("content")
+            if message["role"] != "assistant" or "tool_calls" in message or not isinstance(text, str):
                 continue
             message = self.with_reasoning(message)
             start = thinking_length(message["content"], "", *self.thinking)
@@ -244,10 +235,9 @@ def plain_name(call: ToolCall) -> str:
 # The format native: the syntaxes of calls that chat templates write themselves, one per family of models.
 
 UNREADABLE_CALL = "the call cannot be read"
-JSON_TYPES = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
-    "array": (list,), "object": (dict,),
-}  # fmt: skip
+# Names of types in JSON schemas. What is no whole number is an error of the call, and no text.
+KINDS = {str: {"string"}, bool: {"boolean"}, type(None): {"null"}, list: {"array"}, dict: {"object"}}
+KINDS |= dict.fromkeys((int, float), {"integer", "number"})
 
 
 def accepts(schema: Any, value: Any) -> bool:
@@ -255,15 +245,11 @@ def accepts(schema: Any, value: Any) -> bool:
     if not isinstance(schema, dict):
         return schema is not False
     choices = [schema["const"]] if "const" in schema else schema.get("enum", [value])
-    if not any(each == value and type(each) is type(value) for each in choices):
-        return False
-    if value is None and schema.get("nullable"):
-        return True
-    options, kinds = schema.get("anyOf") or schema.get("oneOf"), schema.get("type") or list(JSON_TYPES)
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    whole = "integer" in kinds and isinstance(value, float) and value.is_integer()
-    fits = whole or any(type(value) in JSON_TYPES.get(kind, ()) for kind in kinds)
-    return fits and (not options or any(accepts(option, value) for option in options))
+    chosen, kinds = any(each == value and type(each) is type(value) for each in choices), schema.get("type")
+    options = schema.get("anyOf") or schema.get("oneOf") or [True]
+    fits = not kinds or KINDS[type(value)].intersection([kinds] if isinstance(kinds, str) else kinds)
+    fits = fits and any(accepts(option, value) for option in options)
+    return chosen and bool(fits or (value is None and schema.get("nullable")))
 
 
 def takes_text(schema: dict[str, Any]) -> bool:
@@ -398,13 +384,13 @@ LLAMA = (
     r'"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)'
     r'|(?:\A\s*|<\|python_tag\|>)(?=\{\s*"(?:parameters|arguments)"\s*:\s*\{.{0,2000}?"name"\s*:\s*")',
     r"(?=<\|(?:eot|eom)_id\|>)|\Z",
-    lambda body, name, tools: [parse_call(body.strip().removesuffix(";"), "parameters", others=("type",))],
+    lambda body, *_: [parse_call(body.strip().removesuffix(";"), "parameters", others=("type",))],
     r'"\}\}',
 )
 GPT_OSS = (
     r"to=functions\.(?P<name>[^\s<]{0,100})(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
     r"(?=<\|(?:call|end)\|>)|\Z",
-    lambda body, name, tools: [named(name, body)],
+    lambda body, name, _: [named(name, body)],
     r'"\}',
     r"<\|channel\|>final(?:(?!<\|message\|>).){0,100}<\|message\|>((?:(?!<\|end\|>).)*)",
 )
