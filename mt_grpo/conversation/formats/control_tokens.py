@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -59,32 +59,21 @@ def token_pattern(
 
 def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The tokens that begin or end a message: those that the chat template writes around messages."""
-    known = pattern_of(added_tokens(tokenizer))
-    around = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
-    for text, has_result in around_messages(tokenizer):
-        for token in known.findall(text):
-            tag = re.fullmatch(r"</?(\w+)>", token)
-            # The tags around thinking and around a result stand inside a message, where the template writes them.
-            if tag is None or not (has_result or tag[1] in TURN_TAGS):
-                around.add(token)
-    return around | placeholders_of(tokenizer)  # in a text such a token has no picture
-
-
-def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """The texts that the chat template writes around messages of short conversations, and whether one is a result."""
     texts = [f"text-{k}-of-a-message" for k in range(3)]
     system, user, assistant = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), texts))
     result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": texts[0]}
     chats = [system, user, assistant, user], [user, assistant, user], [user, assistant], [user, assistant, result]
-    templates = tokenizer.chat_template
+    known, templates = pattern_of(added_tokens(tokenizer)), tokenizer.chat_template
+    found = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
     for template in templates.values() if isinstance(templates, dict) else filter(None, [templates]):
         for messages in chats:
             asked = {"chat_template": template, "add_generation_prompt": messages[-1] != assistant, "tokenize": False}
             with contextlib.suppress(Exception):  # whatever a template raises: not all take all roles
-                yield (
-                    re.sub("|".join(texts), " ", tokenizer.apply_chat_template(messages, **asked)),
-                    result in messages,
-                )
+                around = re.sub("|".join(texts), " ", tokenizer.apply_chat_template(messages, **asked))
+                # The tags around thinking and around a result stand inside a message.
+                inside = r"</?\w+>" if result in messages else f"</?({'|'.join(TURN_TAGS)})>"
+                found |= {token for token in known.findall(around) if not re.fullmatch(inside, token)}
+    return found | placeholders_of(tokenizer)  # in a text such a token has no picture
 
 
 def forbidden_in(
