@@ -18,12 +18,9 @@ from mt_grpo.base.files import RecipeLoader
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.control_tokens import forbidden_in
 from mt_grpo.conversation.tools.signature import check_call
-from mt_grpo.rollout import Message, Origin, ToolCall, ToolResult
+from mt_grpo.rollout import Message, Origin, ToolCall, ToolResult, join
 
-SHAPE = (
-    "Expected a list of conversations: lists of messages of user, assistant and tool, from a question to an answer. "
-    "A system message belongs into system_prompt."
-)
+SHAPE = "Expected lists of messages of user, assistant and tool. A system message belongs into system_prompt."
 
 
 class ExampleCall(BaseModel, extra="forbid"):
@@ -41,7 +38,7 @@ class ExampleMessage(BaseModel, extra="forbid", str_strip_whitespace=True):
     tool_calls: list[ExampleCall] = []
 
 
-ExampleTurn = tuple[list[Message], Message, list[ToolCall], list[str]]  # (question or none, turn, calls, results)
+ExampleTurn = tuple[list[Message], list[ToolCall], list[str]]  # (a question or none and the turn, calls, results)
 
 
 def read_prompt_examples(examples: str | list | None) -> list[list[ExampleMessage]]:
@@ -87,22 +84,21 @@ def written_examples(
 
 def messages_of(turns: list[ExampleTurn], tool_format: ChatFormat) -> list[Message]:
     """The messages of turns for the chat template."""
-    results = [tool_format.results(calls, list(map(ToolResult, texts))) for _, _, calls, texts in turns]
-    return [message for (asked, turn, *_), read in zip(turns, results) for message in (*asked, turn, *read)]
+    return join([*said, *tool_format.results(calls, list(map(ToolResult, texts)))] for said, calls, texts in turns)
 
 
 def read_example(
     example: list[ExampleMessage], tool_format: ChatFormat, tools: dict[str, Callable], all_known: bool
 ) -> list[ExampleTurn]:
     """Read the turns of one example. Raises `ValueError` for what `tool_format` would not read or write so."""
-    turns, asked = [], []
+    turns, said = [], []
     forbidden = forbidden_in(Origin.DATA, "user", tool_format.tokenizer, tool_format.ends)
     for k, message in enumerate(example):
         text, calls = message.content, [ToolCall(call.name, call.arguments) for call in message.tool_calls]
         if message.role != "tool" and (found := forbidden.search(message.model_dump_json())):
             raise ValueError(f"{text!r:.100} has the token {found[0]!r}, which begins or ends a message. Remove it.")
         if message.role == "user":
-            asked = [{"role": "user", "content": text}]
+            said = [{"role": "user", "content": text}]
         if message.role != "assistant":
             continue
         turn = tool_format.written_turn(text, calls)
@@ -121,8 +117,8 @@ def read_example(
                 f"{text!r:.100} has {len(calls)} calls that this tool_format reads, and {len(results)} results. "
                 f"Expected calls such as {tool_format.call_format}, and a message of role tool after it for each."
             )
-        turns.append((asked, turn, calls, results))
-        asked = []
+        turns.append(([*said, turn], calls, results))
+        said = []
     return turns
 
 
@@ -136,9 +132,9 @@ def check_rendered(turns: list[ExampleTurn], tool_format: ChatFormat) -> None:
     end, at = f"question-{secrets.token_hex(8)}", 0
     messages = [*messages_of(turns, tool_format), {"role": "user", "content": end}]
     rendered = tool_format.tokenizer.apply_chat_template(**{**tool_format.prompt(messages, {}), "tokenize": False})
-    for asked, turn, calls, results in turns:
-        texts = [line.strip() for message in (*asked, turn) for line in message["content"].splitlines()]
-        texts += [call.name for call in calls if "tool_calls" in turn]
+    for said, calls, results in turns:
+        texts = [line.strip() for message in said for line in message["content"].splitlines()]
+        texts += [call.name for call in calls if "tool_calls" in said[-1]]
         if results:
             after = tool_format.suffix(calls, tool_format.results(calls, list(map(ToolResult, results))))
             texts.append(after[: after.rindex(results[-1]) + len(results[-1])])
