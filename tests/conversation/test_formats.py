@@ -14,7 +14,6 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Origin, Parsed, ToolCall, ToolResult
 
@@ -630,17 +629,14 @@ def test_a_list_of_calls_in_python(name):
         assert [(call.name, call.error) for call in split(text)] == [(None, "the call cannot be read")], text
 
 
-@pytest.mark.parametrize(
-    "name, thought",
-    [
-        (
-            "gptoss",
-            "<|channel|>analysis<|message|>a <answer>1</answer><|end|><|start|>assistant<|channel|>final<|message|>",
-        ),
-        ("gemma4", "<|channel>thought\na <answer>1</answer>\n<channel|>"),
-        ("qwen3", "<think>a <answer>1</answer></think>"),
-    ],
-)
+IN_TAGS = {
+    "gptoss": "<|channel|>analysis<|message|>a <answer>1</answer><|end|><|start|>assistant<|channel|>final<|message|>",
+    "gemma4": "<|channel>thought\na <answer>1</answer>\n<channel|>",
+    "qwen3": "<think>a <answer>1</answer></think>",
+}
+
+
+@pytest.mark.parametrize("name, thought", IN_TAGS.items())
 def test_thinking_of_a_family_in_the_papers_tags(name, thought):
     fmt, text = make_format("xml", tokenizer_of(name)), f"{thought}<answer>5</answer>"
     prompt = fmt.tokenizer.apply_chat_template(**fmt.prompt([{"role": "user", "content": "?"}], {}))
@@ -712,8 +708,6 @@ def test_values_without_quotes_are_typed_by_the_tool():
     text = "</think>" + XML % ("3", "7")
     assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS).calls == [ToolCall("add", {"a": 3, "b": "7"})]
     assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt)).calls == [ToolCall("add", {"a": 3, "b": 7})]
-    # A parameter that takes both gets what was written: 007 and 7 are two texts and one number.
-    assert typed("7", {"type": ["integer", "string"]}) == "7" and typed("7", {"type": ["integer", "null"]}) == 7
 
 
 def test_a_template_that_leaves_tools_out_needs_a_system_prompt():

@@ -344,7 +344,10 @@ class ChatFormat:
         return any(self.length_of_thinking(part, prompt_ids) is None for part in (ids, ids[:-1]))
 
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
-        """How many of the sampled ids make the turn, by their text for any backend, and whether they end it."""
+        """How many of the sampled ids make the turn, and whether something in them ends it.
+
+        This is decided on decoded ids, for every backend: a server's `stop` truncates only its text.
+        """
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
         length, ended = (len(ids), False) if end is None else (end + 1, True)
         before = self._before(prompt_ids) if self.stops else ""
@@ -418,7 +421,7 @@ class ChatFormat:
         return [] if end is None or ids[end] not in self.tokenizer.added_tokens_decoder else ids[: end + 1]
 
     def text_ids(self, suffix: str, most: float = float("inf")) -> list[int]:
-        """Token ids of a text that follows other text; if they are certainly more than `most`, more than that only."""
+        """Token ids of a text that follows other text, or those of a beginning that surely has more than `most`."""
         suffix = cut_far_beyond(suffix, most, self.tokenizer)
         # Some tokenizers begin a text with a blank of their own, and keep a letter apart from what follows.
         before = "x"

@@ -45,7 +45,7 @@ class CallSyntax:
     headers: tuple[str, ...] = ()  # as in `ChatFormat`
 
     def split(self, text: str, tools: dict[str, Callable], broken: bool = True) -> tuple[list[ToolCall], str]:
-        """Parse the calls of a text. Returns (calls, remaining text), with broken calls in the calls or the text."""
+        """Parse the calls of a text. Returns (calls, remaining text), which has broken calls if not `broken`."""
         calls, beside, start, tried = [], [], 0, None
         opening, closing = re.compile(self.opening, re.DOTALL), re.compile(self.closing, re.DOTALL)
         closed = closing.search(text)
@@ -235,7 +235,7 @@ def plain_name(call: ToolCall) -> str:
 # The format native: the syntaxes of calls that chat templates write themselves, one per family of models.
 
 UNREADABLE_CALL = "the call cannot be read"
-# Names of types in JSON schemas. What is no whole number is an error of the call, and no text.
+# What JSON schemas call the type of a value. Whether a number must be whole is checked with the call.
 KINDS = {str: {"string"}, bool: {"boolean"}, type(None): {"null"}, list: {"array"}, dict: {"object"}}
 KINDS |= dict.fromkeys((int, float), {"integer", "number"})
 
