@@ -359,7 +359,9 @@ class ChatFormat:
 
         if not self.stops or not closed(length):
             return length, ended
-        return bisect.bisect_left(range(length + 1), True, key=closed), True
+        if not closed(length - 1):  # where a server's `stop` ended it
+            return length, True
+        return bisect.bisect_left(range(length), True, key=closed), True
 
     def parse(
         self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None, lead: str = ""
