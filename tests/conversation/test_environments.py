@@ -1018,7 +1018,7 @@ class Plain(Lookup):
 
 def test_a_tool_may_be_an_object():
     assert describe_tools({"lookup": as_tool(Lookup())}) == (
-        "lookup(word: str, limit: int = 3, lang: Literal['en', 'de'] = ...)\n"
+        "lookup(word: str, limit: int = 3, lang: Literal['en', 'de'] = ...) -> str\n"
         "Look a word up.\n\nArgs:\n    word: What to look up."
     )
     assert tool_schema("lookup", as_tool(Lookup())) == SCHEMA
@@ -1043,7 +1043,10 @@ def test_a_tool_may_have_parameters_whose_names_python_does_not_take():
     tool.schema = {"name": "plain", "description": "Find.", "parameters": {
         "type": "object", "properties": properties, "required": ["word", "from"]}}  # fmt: skip
     named = {"plain": as_tool(tool)}
-    assert describe_tools(named) == "plain(word: str, **others: Any) -> str\nFind.\n\nArgs:\n    from: Whose."
+    assert (
+        describe_tools(named)
+        == "plain(word: str, from: str, max-n: Any = ...) -> str\nFind.\n\nArgs:\n    from: Whose."
+    )
     assert tool_schema("plain", named["plain"])["function"] == tool.schema
     calls = [
         {"word": "a", "from": "b", "max-n": 3},
@@ -1054,7 +1057,7 @@ def test_a_tool_may_have_parameters_whose_names_python_does_not_take():
     env = MultiTurnToolEnv([tool], None, 4, tokenizer=CHATML_TOKENIZER)
     scripts = [[*(call("plain", **arguments) for arguments in calls), ANSWER]]
     (rollout,) = env.generate(["?"], Scripted(scripts))["rollouts"]
-    usage = "Usage: plain(word: str, **others: Any) -> str"
+    usage = f"Usage: {shown}"
     assert [turn.observation for turn in rollout.turns] == [
         '{"word": "a", "from": "b", "max-n": 3}',
         f"Error: missing a required argument: 'from'. {usage}",
