@@ -84,14 +84,9 @@ class Conversations(Limits):
         if (most := self.max_tool_response_tokens) is not None and most < 10:
             raise ValueError(f"max_tool_response_tokens={most}, expected at least 10, the room for a marker.")
 
-    @property
-    def max_steps(self) -> int:
-        """The limit `max_env_steps`, under the name of the constructor's argument."""
-        return self.max_env_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int) -> None:
-        self.max_env_steps = value
+    max_steps = property(  # the name of the constructor's argument
+        lambda self: self.max_env_steps, lambda self, value: setattr(self, "max_env_steps", value)
+    )
 
     @property
     def result_limit(self) -> int:
@@ -334,8 +329,6 @@ def check_conversations(prompts: Any, name: str, texts: bool = True, images: boo
         raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. Put a single one into a list.")
     prompts = list(prompts)
     for k, prompt in enumerate(prompts):
-        if isinstance(prompt, dict):
-            raise ValueError(f"{name} is a single conversation, expected {expected}. Put it into a list.")
         messages = [] if texts and isinstance(prompt, str) else prompt
         if not isinstance(messages, (list, tuple)) or not all(
             isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
@@ -353,10 +346,8 @@ def message_text(message: dict[str, Any], name: str, images: bool = False) -> An
     ''
     """
     content = message["content"]
-    if isinstance(content, str):
-        return content
-    if content is None and message.get("tool_calls"):
-        return ""
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         kinds = {part.get("type", "text") for part in content}
         if kinds <= {"text"} and all(isinstance(part.get("text"), str) for part in content):

@@ -60,9 +60,9 @@ class Picture:
     @property
     def id(self) -> PictureId:
         """The id of each of its tokens in lists of ids. It holds the image; in tensors it is a plain number."""
-        found = PictureId(id_of_digest(self.digest))
-        found.picture = self
-        return found
+        token = PictureId(id_of_digest(self.digest))
+        token.picture = self
+        return token
 
     @property
     def num_tokens(self) -> int:
@@ -147,20 +147,15 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
     return [picture_of(token) for token in sorted(found)]
 
 
-def mark_pattern() -> re.Pattern:
-    """A pattern of marks, whose group 1 is the image's name, and of parts of marks."""
-    mark, part = f"{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}"
-    return re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")
-
-
-MARK = mark_pattern()
-
-
 def share_marks(on_main_process: Callable) -> None:
     """Use the main process's secret, so that all ranks read each other's texts (rewards of groups). Collective."""
     global SECRET, MARK
     SECRET = on_main_process(lambda: SECRET)
-    MARK = mark_pattern()
+    mark, part = f"{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}"
+    MARK = re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")  # group 1 is the image's name, None for a part of a mark
+
+
+share_marks(lambda own: own())
 
 
 def mark_of(picture: Picture) -> str:
@@ -343,8 +338,6 @@ class SaidPictures:
 
     def text(self, content: Any, where: str) -> str:
         """Convert a content. Raises `ValueError`, beginning with `where`."""
-        if isinstance(content, dict):
-            raise ValueError(f"{where} has the content {content!r:.100}, expected text, or parts of type text.")
         return "".join(self._text(part, where) for part in as_parts(content))
 
     def _text(self, part: Any, where: str) -> str:
@@ -358,8 +351,7 @@ class SaidPictures:
         if image is None:
             return PLACE
         picture = self.reader.read(image, where, self.paths)
-        if picture not in self.pictures:
-            self.pictures.append(picture)
+        self.pictures += [picture] if picture not in self.pictures else []
         return mark_of(picture)
 
 
@@ -394,14 +386,12 @@ def num_pixels(row: dict[str, Any], reader: Any) -> int:
 
 def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
     """Raise `ValueError` for a row with an image, in a column or in a message. `why` the model does not see it."""
+    words = f"The model would not see it: {why}. Remove it, or rename a column that a tool or a reward reads."
     for key in IMAGE_COLUMNS:
         if images_of({key: row.get(key)}):
-            raise ValueError(
-                f"{where}: the column {key!r} is {row[key]!r:.80}. The model would not see it: {why}. Remove the "
-                "column, or rename it if a tool or a reward reads it."
-            )
+            raise ValueError(f"{where}: the column {key!r} is {row[key]!r:.80}. {words}")
     if image_parts(row.get("prompt")):
-        raise ValueError(f"{where}: a message has an image. The model would not see it: {why}. Remove it.")
+        raise ValueError(f"{where}: a message has an image. {words}")
 
 
 def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
@@ -430,21 +420,16 @@ def placed(messages: Messages, pictures: list[Picture], where: str) -> Messages:
     """
     places = sum(message["content"].count(PLACE) for message in messages)
     if places not in (0, len(pictures)):
-        raise ValueError(
-            f"{where}: the columns {' and '.join(IMAGE_COLUMNS)} have {len(pictures)} images, and the prompt has "
-            f"{places} places for them, parts {{'type': 'image'}} without an image under 'image' or 'image_url'. "
-            "Expected one place per image."
-        )
+        words = f"{places} places for them, parts {{'type': 'image'}} without an image. Expected one place per image."
+        raise ValueError(f"{where}: the row's columns have {len(pictures)} images, and the prompt has {words}")
     if not pictures:
         return messages
+    first = next((k for k, message in enumerate(messages) if message["role"] == "user"), None)
+    if not places and first is None:
+        words = "no message of a user to put them into. Add one, or a part {'type': 'image'} to another message."
+        raise ValueError(f"{where}: got {len(pictures)} images, and {words}")
     texts = [message["content"] for message in messages]
     if not places:
-        first = next((k for k, message in enumerate(messages) if message["role"] == "user"), None)
-        if first is None:
-            raise ValueError(
-                f"{where}: got {len(pictures)} images, and no message of a user to put them into. Add one, or a part "
-                "{'type': 'image'} to another message."
-            )
         texts[first] = len(pictures) * PLACE + texts[first]
     following = map(mark_of, pictures)
     texts = [re.sub(PLACE, lambda _: next(following), text) for text in texts]

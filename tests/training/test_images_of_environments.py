@@ -149,7 +149,7 @@ def test_a_row_without_a_prompt_whose_images_reset_places(tokenizer, ids_of):
 @pytest.mark.parametrize(
     "prompt, said, message",
     [
-        (ASKED, [PLACE_PART, PLACE_PART], "the columns image and images have 1 images, and the prompt has 2 places"),
+        (ASKED, [PLACE_PART, PLACE_PART], "columns have 1 images, and the prompt has 2 places"),
         ([user("A: ", PLACE_PART)], [PLACE_PART], "have 1 images, and the prompt has 2 places"),
         (ASKED, [{"role": "system", "content": "Look."}], "1 images, and no message of a user to put them into"),
     ],
