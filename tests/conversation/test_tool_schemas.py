@@ -204,22 +204,6 @@ def test_a_docstring_of_another_style_is_shown_as_it_is():
     }  # fmt: skip
 
 
-def test_a_docstring_that_says_nothing_of_a_parameter_is_shown_whole():
-    def find(city: str, day: str) -> str:
-        """Find things.
-
-        Args:
-            city: Where.
-
-        Raises:
-            ValueError: never.
-        """
-
-    function = tool_schema("find", find)["function"]
-    assert function["description"] == inspect.getdoc(find) and "Raises:" in function["description"]
-    assert function["parameters"]["properties"] == {"city": {"type": "string"}, "day": {"type": "string"}}
-
-
 class Book(pydantic.BaseModel):
     title: str
     default: int = 3

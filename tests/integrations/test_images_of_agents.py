@@ -163,7 +163,6 @@ BAD = [
     (shown("/etc/passwd"), "no address is fetched, no file is kept, and no path is read"),
     (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
     (shown(uri(as_bytes(vision_model.picture(0), "GIF", **FRAMES))), "it is animated .2 frames"),
-    (shown(uri(Image.new("1", (8192, 8192)))), "it has 8192 x 8192 pixels, expected at most"),
     ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),
 ]
 
