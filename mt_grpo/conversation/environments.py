@@ -50,10 +50,7 @@ class EnvironmentFailure(Exception):
 
 
 class PromptTooLong(Exception):
-    """The prompt after `reset` has `length` tokens, `beyond` of them beyond the context, and no room for a turn.
-
-    Its rollout ends and is not trained on.
-    """
+    """The prompt after `reset` leaves no room for a turn. Its rollout ends and is not trained on."""
 
     def __init__(self, length: int, beyond: int, limit: str):
         tokens = f"the prompt has at least {length} tokens after reset, and the context has {length - beyond}"
@@ -61,10 +58,7 @@ class PromptTooLong(Exception):
 
 
 def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply | None:
-    """Validate what `respond` of the class `name` returned: a `Reply`, a dict with its keys, or None.
-
-    `said` reads its images; None: the model is text-only. Raises `EnvironmentFailure` if it is not a valid reply.
-    """
+    """Validate what `respond` of the class `name` returned: a `Reply`, a dict with its keys, or None."""
     where = f"{name}.respond"
     if reply is None:
         return None
@@ -127,13 +121,10 @@ def joined(
 ) -> list[Message]:
     """Join a prompt and the return value of `reset`: text and parts extend the last message, messages replace all.
 
-    `clean` breaks the control tokens that messages of an origin may not contain. `said` reads the images; None: the
-    model is text-only. Raises `EnvironmentFailure` if there is no prompt, or the observation is invalid.
+    `clean` breaks the control tokens that messages of an origin may not contain. `said` reads the images.
 
     >>> joined([{"role": "user", "content": "Play. "}], "A board.")
     [{'role': 'user', 'content': 'Play. A board.'}]
-    >>> joined([{"role": "user", "content": "Play."}], [{"role": "user", "content": "Guess."}])
-    [{'role': 'user', 'content': 'Guess.'}]
     """
     if not observation and not isinstance(observation, (int, float)):
         if not any(message["content"] for message in prompt):
@@ -156,10 +147,7 @@ def joined(
 
 
 def read_ahead(said: Any, reader: Any) -> Any:
-    """Read the images in an environment's return value, as far as possible: they become parts with a `Picture`.
-
-    Reading one takes up to a tenth of a second. So it is done in the environment's thread, and no event loop waits.
-    """
+    """Read the images in an environment's return value, in its thread: the event loop reads parts with a `Picture`."""
     if reader is None:
         return said
     if (image := said if is_image(said) else own_image(said) if is_image_part(said) else None) is not None:
@@ -213,8 +201,7 @@ def check_environment(cls: Any, where: str) -> None:
 def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
     """The tools of a conversation: `others`, an instance's public methods, and those in its list `tools`.
 
-    `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all. Raises
-    `ValueError` if two have the same name, and for an unknown name in the selection.
+    `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all.
     """
     listed = getattr(environment, "tools", None) or []
     methods = [getattr(environment, each) for each in tool_methods(type(environment))]
@@ -264,8 +251,7 @@ def failures_end(rollout: Rollout) -> Iterator[None]:
 class Environments:
     """Creates, calls and closes one environment per conversation.
 
-    Instances are used again for later conversations, after `reset`, as in TRL. Those with `close`, and those with an
-    abandoned call, are not. Raises `ValueError` for a class that is no environment, and for two tools of one name.
+    As in TRL, instances are reset and used again, but not those with `close` or an abandoned call.
 
     Args:
         factories: A class, or a dict from the values of the column `environment` to classes.
@@ -332,10 +318,7 @@ class Environments:
         return class_tools(self.class_of(row))
 
     async def open(self, rollout: Rollout, clean: Clean = as_written, tokenizer: Any = None) -> list[Message]:
-        """Give a rollout its environment and call `reset`. Returns the prompt, its control tokens broken by `clean`.
-
-        Images of the row are placed where it or `reset` says. `tokenizer` is the model's; None: it reads no images.
-        """
+        """Give a rollout its environment and call `reset`. Returns the prompt, cleaned of control tokens."""
         cls, self.tokenizer = self.class_of(rollout.row), tokenizer
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
@@ -359,10 +342,7 @@ class Environments:
             self._close_now(rollout)
 
     async def idle(self, rollout: Rollout) -> None:
-        """Wait for calls that were abandoned at their time limit: an instance has one call at a time.
-
-        Raises `EnvironmentFailure` if one still runs after `environment_timeout`.
-        """
+        """Wait at most `environment_timeout` for abandoned calls: an instance has one call at a time."""
         running = [future for future in rollout.given_up if not future.done()]
         rollout.given_up.clear()
         if running and (await asyncio.wait(running, timeout=self.timeout))[1]:
@@ -407,10 +387,7 @@ class Environments:
         return None if value is None else float(value)
 
     def room(self, rollout: Rollout) -> asyncio.Semaphore | None:
-        """A semaphore for the limit `most_conversations` of a rollout's environment class, one per event loop.
-
-        None if there is no limit.
-        """
+        """A semaphore for `most_conversations` of a rollout's environment class, per event loop; None: no limit."""
         cls = self.class_of(rollout.row)
         if (most := getattr(cls, "most_conversations", None)) is None:
             return None
@@ -426,7 +403,7 @@ class Environments:
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
         """Close the environments of these rollouts, or of all if None; keep those that can be used again.
 
-        Returns the errors: they do not affect conversations that are over.
+        Returns the errors.
         """
         rollouts = list(self._open.values()) if rollouts is None else rollouts
         rollouts = [rollout for rollout in rollouts if self._open.pop(id(rollout), None) is not None]
@@ -483,10 +460,7 @@ def keep_whole(rollout: Rollout, vocab_size: int) -> None:
 
 
 def check_turns(rollout: Rollout, vocab_size: int) -> None:
-    """Raise `EnvironmentFailure` unless every token of a rollout's turns has its mask and its logprob.
-
-    Ids that were read and not sampled have to be below `vocab_size` (`num_ids` of the tokenizer).
-    """
+    """Raise `EnvironmentFailure` unless a rollout's tokens have masks and logprobs, and those read are known ids."""
     for number, turn in enumerate(rollout.turns):
         if not isinstance(turn, Turn):
             raise altered(f"rollout.turns[{number}] is {turn!r:.100}, expected a Turn")

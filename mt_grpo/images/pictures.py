@@ -187,11 +187,7 @@ def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]
 
 
 def readable(text: str) -> str:
-    """Convert a text for display: image marks become `<image DIGEST>`.
-
-    >>> readable("no picture")
-    'no picture'
-    """
+    """Convert a text for display: image marks become `<image DIGEST>`."""
     return MARK.sub(lambda found: f"<image {found[1]}>" if found[1] else found[0], text.replace(PLACE, "<image>"))
 
 
@@ -248,10 +244,7 @@ def inputs_of_rows(input_ids: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def forbid(reader: Any, *models: Any) -> None:
-    """Exclude a reader's `unsampled` ids from models' sampling, logprobs and entropy, by a bias that is not saved.
-
-    A sampled placeholder would stand for no image. INVARIANT: what is not sampled has no logprob either.
-    """
+    """Exclude a reader's `unsampled` ids from models' sampling, logprobs and entropy, by a bias that is not saved."""
     import torch
 
     for model in filter(None, models if reader is not None else ()):
@@ -395,10 +388,7 @@ def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
 
 
 def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
-    """Read the images of a row as `read_row`, but leave a `PLACE` for those of its columns.
-
-    The images are those of the row's columns (`of_columns`), followed by those of the parts.
-    """
+    """Read a row's images, those of its columns first, for which a `PLACE` is left, as `read_row`."""
     if not images_of(row) and not image_parts(prompt):
         return prompt, []
     if (reader := reader_of(tokenizer)) is None:
@@ -414,10 +404,7 @@ def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
 
 
 def placed(messages: Messages, pictures: list[Picture], where: str) -> Messages:
-    """Put the images of a row's columns into messages, at each `PLACE`, or before the first text of a user, as in TRL.
-
-    Raises `ValueError` if the numbers of images and places differ, or if there is no message of a user.
-    """
+    """Put the images of a row's columns into messages, at each `PLACE`, or before a user's first text, as in TRL."""
     places = sum(message["content"].count(PLACE) for message in messages)
     if places not in (0, len(pictures)):
         words = f"{places} places for them, parts {{'type': 'image'}} without an image. Expected one place per image."
@@ -441,8 +428,8 @@ def read_row(
 ) -> tuple[Messages, list[Picture]]:
     """Read the images of a row's prompt. Returns (messages with text contents, images). Raises `ValueError`.
 
-    If conversations have an environment, whose `reset` may change the prompt, places stay (`with_places`). A class of
-    conversations may have functions of its own: `place_images` for a rollout, `mark_images` for what the model reads.
+    Places stay if an environment's `reset` may change the prompt. A class of conversations may have functions of its
+    own: `place_images` for a rollout, `mark_images` for what the model reads.
     """
     if hasattr(env, way):
         return getattr(env, way)(prompt, row, tokenizer, where)
