@@ -247,6 +247,7 @@ def forbid(reader: Any, *models: Any) -> None:
     """Exclude a reader's `unsampled` ids from models' sampling, logprobs and entropy, by a bias that is not saved."""
     import torch
 
+    # INVARIANT: what is not sampled has no logprob either. A sampled placeholder would stand for no image.
     for model in filter(None, models if reader is not None else ()):
         for head in model.get_output_embeddings().modules():  # several if adapters wrap it, as narrow as their rank
             is_head = isinstance(head, torch.nn.Linear) and len(head.weight) > max(reader.unsampled)
