@@ -442,7 +442,7 @@ def test_images_of_tools_in_processes_are_those_of_threads(tmp_path, tokenizer, 
     for isolate in (False, True):
         assert said[isolate, False][:-1] == shown and "animated" in said[isolate, False][-1]
         assert said[isolate, True][6:9] == texts and said[isolate, True][4].startswith('[{"type": "image_url"')
-        told = [said[isolate, True][k] for k in (0, 1, 2, 5, 9)]
+        told = [said[isolate, True][k] for k in (0, 1, 2, 3, 5, 9)]
         assert all(text.startswith("Error: the tool returned") for text in told)
 
 

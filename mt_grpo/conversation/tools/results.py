@@ -105,4 +105,7 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
 
         if (read := read_result(result, reader)) is not None:
             return ToolResult(read[0], pictures=tuple(read[1]))
+    for part in result if isinstance(result, list) else [result]:
+        if isinstance(part, dict) and part.get("type") == "image" and isinstance(part.get("image"), bytes):
+            raise ValueError("the tool returned an image, and this run's model reads text alone")  # and no bytes of it
     return ToolResult(as_text(result))
