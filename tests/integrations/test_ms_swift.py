@@ -728,9 +728,6 @@ async def blocks(self, request, choice, turn):
     await asyncio.sleep(60)
 
 
-BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}
-
-
 NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, finish_reason="stop")])
 
 
@@ -746,7 +743,7 @@ NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, f
         (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
         (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
         (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
-        (changing(lambda r: setattr(r, "tools", [BAD_TOOL])), "got 5 at type"),
+        (changing(lambda r: setattr(r, "tools", [{"type": "function"}])), "KeyError: 'function'"),
         (changing(lambda r: setattr(r, "chat_template_kwargs", {"a": 1})), "the recipe {}"),
         (changing(lambda r: r.images.append("a.png")), "The request has images"),
         (changing(lambda r: r.messages[-1].update(loss=False)), "set loss or loss_scale on a message"),
