@@ -1,23 +1,19 @@
-"""Search in Wikipedia, or in any collection of titled passages, with one of three backends.
+"""Search in Wikipedia, or in any collection of titled passages: in a file, or on a server.
 
 Needs: `requests`, and for the local backend an SQLite with FTS5 (Python's own has it). Environment variables, read at
 every call, choose the backend:
 
 | variable | meaning | default |
 |---|---|---|
-| `WIKI_SEARCH_BACKEND` | `local`, `mediawiki` or `retrieval` | `local` |
+| `WIKI_SEARCH_BACKEND` | `local` or `retrieval` | `local` |
 | `WIKI_SEARCH_CORPUS` | local: a JSONL file whose rows have the strings `id`, `title` and `text` | required |
 | `WIKI_SEARCH_INDEX` | local: the index file, if the corpus' folder cannot be written to | `<corpus>.fts5` |
-| `WIKI_SEARCH_URL` | mediawiki: the `api.php` of a wiki | English Wikipedia's |
-| | retrieval: the server, with or without `/retrieve` | required |
+| `WIKI_SEARCH_URL` | retrieval: the server, with or without `/retrieve` | required |
 | `WIKI_SEARCH_TOPK` | passages per search, 1 to 20 | 1 |
-| `WIKI_SEARCH_USER_AGENT` | how HTTP requests name themselves; Wikipedia asks for a way to reach you | `USER_AGENT` |
 
 - `local` ranks the corpus by BM25 in an SQLite index, which the first search builds, and builds again if the corpus'
   size or time of change differs. Processes that start together build it once. The trainer makes one search before it
   loads a model. By hand: `WIKI_SEARCH_CORPUS=corpus.jsonl python tools/wiki_search.py "any words"`.
-- `mediawiki` returns the introductions of the pages that a wiki with the extensions CirrusSearch and TextExtracts
-  finds. Wikipedia is rate-limited: for trying things out, not for training.
 - `retrieval` asks a server that speaks the protocol of Search-R1 (scripts/serve_search.py).
 
 A result has whole passages in the order of their rank, as many as fit into `MAX_RESULT_CHARS`. The last one is
@@ -49,25 +45,21 @@ from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
-from urllib3.exceptions import InvalidHeader, ReadTimeoutError
 from urllib3.util.retry import Retry
 
 MAX_RESULT_CHARS = 3000  # per result, all passages together; about 750 tokens of English
 MIN_CUT_CHARS = 300  # a passage is left out if less of it would fit, unless it is the only one
-MAX_QUERY_CHARS = 300  # MediaWiki's own limit; the rest of a longer query is dropped
-MAX_TOPK = 20  # MediaWiki gives at most 20 extracts
+MAX_QUERY_CHARS = 300  # the rest of a longer query is dropped
+MAX_TOPK = 20
 
 TITLE_WEIGHT = 2.0  # a word in the title counts as much as this many in the text
 INDEX_VERSION = 1  # raise it when the index' layout changes: older indexes are then rebuilt
 
-MEDIAWIKI_URL = "https://en.wikipedia.org/w/api.php"
-USER_AGENT = "mt-grpo-wiki-search/1.0 (search tool of a research project) python-requests"
 CONNECT_TIMEOUT = 5.0  # seconds
 READ_TIMEOUT = 20.0  # seconds without a byte from the server
 ATTEMPTS = 3  # requests in total, including the first
 RETRY_STATUSES = (429, 500, 502, 503, 504)
 BACKOFF_SECONDS = 0.5  # wait before the third attempt, in units of two; the second follows at once
-MAX_WAIT_SECONDS = 10.0  # limit of every wait, also of one that the server requests with Retry-After
 
 # Words of almost every passage, which say nothing about its topic and make a search in a large corpus slow.
 STOP_WORDS = (
@@ -88,7 +80,7 @@ def wiki_search(query: str) -> str:
         The best matching passages, each with its title where it has one.
     """
     query = _clean_query(query)
-    backends = {"local": _search_local, "mediawiki": _search_mediawiki, "retrieval": _search_retrieval}
+    backends = {"local": _search_local, "retrieval": _search_retrieval}
     backend, topk = os.environ.get("WIKI_SEARCH_BACKEND") or "local", os.environ.get("WIKI_SEARCH_TOPK") or "1"
     if backend not in backends:
         raise ValueError(f"WIKI_SEARCH_BACKEND is {backend!r}; set it to one of {', '.join(backends)}")
@@ -252,41 +244,7 @@ def _rows(corpus: Path, lines: Iterator[str]) -> Iterator[list[str]]:
         raise ValueError(f"{corpus} is empty: expected a JSON object with id, title and text in each line")
 
 
-# --- mediawiki and retrieval: HTTP -----------------------------------------------------------------------------------
-
-
-def _search_mediawiki(query: str, topk: int) -> list[tuple[str, str]]:
-    words = _content_words(query)
-    titles = _titles(query, topk)
-    if not titles and len(words) > 1:
-        titles = _titles(" OR ".join(words), topk)
-    return _texts(titles[:topk]) if titles else []
-
-
-def _titles(search: str, topk: int) -> list[str]:
-    """Return the titles of the pages that the wiki finds, best first."""
-    search = {"list": "search", "srsearch": search, "srwhat": "text", "srnamespace": 0, "srlimit": topk}
-    return _ask_mediawiki(lambda answer: [hit["title"] for hit in answer["search"]], **search)
-
-
-def _texts(titles: list[str]) -> list[tuple[str, str]]:
-    """Return (title, introduction) of the pages that have a text, in the given order; a redirect is followed."""
-
-    def read(answer: dict) -> list[tuple[str, str]]:
-        targets = {redirect["from"]: redirect["to"] for redirect in answer.get("redirects", [])}
-        texts = {page["title"]: page.get("extract", "").strip() for page in answer["pages"]}  # in order of page id
-        names = dict.fromkeys(targets.get(title, title) for title in titles)
-        return [(name, texts[name]) for name in names if texts.get(name)]
-
-    extracts = {"prop": "extracts", "exintro": 1, "explaintext": 1, "exlimit": len(titles)}
-    return _ask_mediawiki(read, titles="|".join(titles), redirects=1, **extracts)
-
-
-def _ask_mediawiki(read: Callable[[dict], Any], **params) -> Any:
-    """Return `read` of what the API answers to a query."""
-    url = os.environ.get("WIKI_SEARCH_URL") or MEDIAWIKI_URL
-    params = {"action": "query", "format": "json", "formatversion": 2, **params}
-    return _fetch("GET", url, lambda answer: read(answer["query"]), params=params)
+# --- retrieval: HTTP -----------------------------------------------------------------------------------------------
 
 
 def _search_retrieval(query: str, topk: int) -> list[tuple[str, str]]:
@@ -316,7 +274,7 @@ def _fetch(method: str, url: str, read: Callable[[Any], Any], **request) -> Any:
     try:
         response = _session().request(method, url, timeout=(CONNECT_TIMEOUT, READ_TIMEOUT), **request)
     except requests.RequestException as error:
-        kind = type(error).__name__
+        kind = type(getattr(error.args[0], "reason", error)).__name__  # of urllib3's last try
         raise ConnectionError(
             f"no answer from {where} ({kind}): check that it is running and WIKI_SEARCH_URL"
         ) from None
@@ -333,46 +291,26 @@ def _fetch(method: str, url: str, read: Callable[[Any], Any], **request) -> Any:
 def _session() -> requests.Session:
     if getattr(_THREAD, "session_pid", None) != os.getpid():  # a fork must not share connections
         session = requests.Session()
-        retry = _Retry(
+        retry = Retry(
             total=ATTEMPTS - 1,
+            read=0,  # a request that timed out is not sent again
             status_forcelist=RETRY_STATUSES,
             allowed_methods=None,  # POST too: a search changes nothing
             raise_on_status=False,  # the last answer comes back, with its status
+            respect_retry_after_header=False,  # it may name hours
             backoff_factor=BACKOFF_SECONDS,
             backoff_jitter=BACKOFF_SECONDS,  # apart, if many met the limit together
         )
         for scheme in ("http://", "https://"):
             session.mount(scheme, HTTPAdapter(max_retries=retry))
         _THREAD.session, _THREAD.session_pid = session, os.getpid()
-    _THREAD.session.headers["User-Agent"] = os.environ.get("WIKI_SEARCH_USER_AGENT") or USER_AGENT
     return _THREAD.session
-
-
-class _Retry(Retry):
-    """urllib3's retries with bounded waits. A request that timed out is not sent again."""
-
-    def parse_retry_after(self, retry_after: str) -> float:
-        try:
-            return min(super().parse_retry_after(retry_after), MAX_WAIT_SECONDS)
-        except InvalidHeader:
-            return BACKOFF_SECONDS
-
-    def increment(self, method=None, url=None, response=None, error=None, *args, **kwargs):
-        if isinstance(error, ReadTimeoutError):
-            raise error
-        return super().increment(method, url, response, error, *args, **kwargs)
 
 
 def check_search() -> None:
     """Check the settings and the server before training, and build a local index. Raises if they are wrong."""
-    backend = os.environ.get("WIKI_SEARCH_BACKEND")
-    if backend == "mediawiki":
-        has = _ask_mediawiki(
-            lambda answer: {each["name"] for each in answer["extensions"]}, meta="siteinfo", siprop="extensions"
-        )
-        if missing := {"CirrusSearch", "TextExtracts"} - has:
-            raise ValueError(f"the wiki of WIKI_SEARCH_URL has no extension {', '.join(sorted(missing))}")
-    if wiki_search("history of the world").startswith("No results") and backend in ("mediawiki", "retrieval"):
+    found = not wiki_search("history of the world").startswith("No results")
+    if not found and os.environ.get("WIKI_SEARCH_BACKEND") == "retrieval":
         warnings.warn("No results for common words: check that the server has indexed its corpus", stacklevel=2)
 
 
