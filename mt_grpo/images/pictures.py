@@ -332,6 +332,8 @@ class SaidPictures:
 
     def text(self, content: Any, where: str) -> str:
         """Convert a content. Raises `ValueError`, beginning with `where`."""
+        if isinstance(content, dict) and not is_image_part(content):
+            raise ValueError(f"{where} has the content {content!r:.100}, expected text, or parts of type text.")
         return "".join(self._text(part, where) for part in as_parts(content))
 
     def _text(self, part: Any, where: str) -> str:
