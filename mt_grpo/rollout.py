@@ -65,8 +65,7 @@ class ToolResult:
 class Reply:
     """The reply of an environment to a turn. At most one of the first four fields is set.
 
-    If none is set, the results of the turn's calls are appended; without a call the conversation ends. A new record
-    begins with `history`, and with a `continuation` of a turn that had ended.
+    If none is, the results of the turn's calls are appended; without a call the conversation ends.
     """
 
     messages: list[Message] | None = None  # what the model reads next, after the results
@@ -155,17 +154,12 @@ class Turn:
     @property
     def observation(self) -> str | None:
         """The text that the model reads after this turn: the results without tags, otherwise the messages."""
-        if not self.messages:
-            return None
         texts = [result.text for result in self.results] or [str(message["content"]) for message in self.messages]
-        return "\n".join(texts)
+        return "\n".join(texts) if self.messages else None
 
     @property
     def has_observation(self) -> bool:
-        """Whether the turn has an observation: a call was answered, or the other side replied to it or continued it.
-
-        The last turn of a game, whose move was made, has one though nobody reads its result.
-        """
+        """Whether a call was answered, or the other side replied to the turn or continued it, read or not."""
         return self.went_on or bool(self.results or self.messages or self.continuation)
 
     @property
@@ -178,7 +172,7 @@ class Turn:
         return sum(result.seconds for result in self.results)
 
     def per_token(self, value: int, masked: int) -> list[int]:
-        """A list with one number per sampled token: `value`, or `masked` if the token's mask is 0."""
+        """A number per sampled token: `value`, or `masked` if the token's mask is 0."""
         return [value] * len(self.token_ids) if self.mask is None else [value if one else masked for one in self.mask]
 
 
@@ -232,9 +226,8 @@ def with_turns(
 ) -> list[Message]:
     """Append the messages of turns. A turn that continues the one before it is joined to the message of that one.
 
-    `begun`: whether an assistant's message at the end of `messages` is the beginning of the first turn, which it is
-    not at the end of a prompt. `as_called`: whether messages are in TRL's form, with `tool_calls` and results of role
-    `tool`.
+    `begun`: whether an assistant's message at the end of `messages`, which is not a prompt's, begins the first turn.
+    `as_called`: whether messages are in TRL's form, with `tool_calls` and results of role `tool`.
 
     >>> prompt = [{"role": "assistant", "content": "So"}]
     >>> [[m["content"] for m in with_turns(prompt, [Turn([1], None, " 4", "stop")], begun)] for begun in (True, False)]
@@ -300,9 +293,8 @@ class Rollout(TurnTokens):
     def __setattr__(self, name: str, value: Any) -> None:
         # A rollout with another one's index would wait for ever where a process generates for all of them at once.
         if name == "index" and "index" in self.__dict__:
-            raise AttributeError(
-                f"rollout.index is set by the trainer and cannot be changed from {self.index} to {value!r:.100}."
-            )
+            change = f"from {self.index} to {value!r:.100}"
+            raise AttributeError(f"rollout.index is set by the trainer and cannot be changed {change}.")
         super().__setattr__(name, value)
 
     def place(self, index: int) -> None:
@@ -386,14 +378,8 @@ class Rollout(TurnTokens):
         return own + sum(context.new_tokens for context in contexts if context is not None)
 
 
-# The protocols of an environment and a backend. A class implements one without importing it.
-
-
 class Environment(Protocol):
-    """The other side of one conversation. Every method may be async; all but `reset` are optional.
-
-    Its tools are its public methods with type hints and docstrings, or the list `tools`.
-    """
+    """The other side of one conversation. Every method may be async; all but `reset` are optional."""
 
     def reset(self, **row: Any) -> str | list | None:
         """Begin a conversation for a dataset row. Text extends the last message; messages replace the prompt."""
@@ -421,12 +407,8 @@ class Backend(Protocol):
 
 
 def id_hash(ids: list[int], state: Any = None) -> Any:
-    """A hash of hashlib with 16 bytes, to which token ids are added, 8 bytes each. None: a new one.
-
-    >>> id_hash([3], id_hash([1, 2])).digest() == hash_of_ids([1, 2, 3]) != hash_of_ids([3, 2, 1])
-    True
-    """
-    state = hashlib.blake2b(digest_size=16) if state is None else state
+    """A hash of hashlib with 16 bytes, to which token ids are added, 8 bytes each. None: a new one."""
+    state = state or hashlib.blake2b(digest_size=16)
     state.update(array.array("q", ids))
     return state
 

@@ -3,7 +3,7 @@
 Recipe: `reward_fn: rewards/information_gain.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`,
 a list of accepted answers, or one. The turn reward is computed with the policy itself (parameter `policy`), so the
 task needs no turn rewards of its own (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). To adapt a copy, edit the four
-constants and the last lines: `reference_gain_reward_func` uses the reference model, which does not change.
+constants.
 
 A turn's results are compared with empty results in the same context. Compared with the context before the turn, most
 searches of a weak policy would get a negative reward, since a useless passage distracts it, which would reward not
@@ -106,17 +106,6 @@ def information_gain_reward_func(
     return rewards
 
 
-def reference_gain_reward_func(
-    rollout_turns: list[list[Any]],
-    turn_contexts: list[list[list[int]]],
-    reference: Any,
-    answer: list[Any],
-    **kwargs: Any,
-) -> list[list[float | None]]:
-    """Reward information gain as measured by the reference model (TRACE): `beta` above 0, or the base of a LoRA."""
-    return information_gain_reward_func(rollout_turns, turn_contexts, reference, answer, **kwargs)
-
-
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward the right answer: 1.0 if the last turn's answer has the words of an accepted one. None: the row has none.
 
@@ -134,5 +123,5 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     return rewards
 
 
-TURN_REWARD_FUNCS = [information_gain_reward_func]  # or reference_gain_reward_func
+TURN_REWARD_FUNCS = [information_gain_reward_func]
 OUTCOME_REWARD_FUNCS = [exact_match_reward_func]

@@ -15,17 +15,13 @@ the rows have accepted answers. Needs: `openai`. The variables are read at every
 A judge on a GPU of its own: `CUDA_VISIBLE_DEVICES=7 vllm serve Qwen/Qwen3-8B --host 127.0.0.1 --port 8001`. This model
 thinks before it answers, and the replies here are too short for that: set `EXTRA_BODY` below as its comment says.
 
-Errors. The client sends a request again, up to `ATTEMPTS` times in total, after connection errors, timeouts and the
-statuses 408, 409, 429 and 5xx. Then, and for any other status at once, a RuntimeError with URL and answer ends the
-batch: a failing judge never becomes a score. A reply without a readable score is the judge's own mistake: its reward
-is None, counted in the metric `judge/unreadable_frequency`; more than half unreadable replies in a batch are an error.
+After `ATTEMPTS` requests that failed (connection, timeout, 408, 409, 429, 5xx), and for any other status at once, a
+RuntimeError ends the batch: a failing judge never becomes a score. A reply without a readable score is the judge's own
+mistake: its reward is None, counted in `judge/unreadable_frequency`; more than half of them in a batch are an error.
 
-Protects against: text that imitates the prompt's own tags, roles or the judge's control tokens (`_quote`), overlong
-texts (`MAX_MESSAGE_CHARS`), redirects, and proxies of the environment, which would see the conversations and the key.
-
-Does not protect against: a policy that learns what the judge likes. The prompt tells the judge to ignore instructions
-in what it grades, but judges sometimes follow them: read the rollouts with the highest scores. Nor against
-conversations that are longer than the judge's context in total: its server rejects them.
+Protects against text that imitates the prompt's own tags, roles or the judge's control tokens (`_quote`), overlong
+texts, redirects, and proxies of the environment, which would see the conversations and the key. Does not protect
+against a policy that learns what the judge likes: read the rollouts with the highest scores.
 
 This file imports nothing from the trainer: copy it and edit the copy, the prompts first.
 """

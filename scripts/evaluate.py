@@ -53,7 +53,7 @@ from transformers.utils.logging import disable_progress_bar
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.rows import column_lists, prompts_of
+from mt_grpo.base.rows import prompts_of
 from mt_grpo.conversation.conversations import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.pictures import forbid, inputs_of_requests, readable_messages, reader_of, with_pictures
@@ -217,13 +217,10 @@ def evaluate(
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
-    policy, asked = {}, asked_of(functions.functions) - column_lists(repeated[:1], rows).keys()
-    if "reference" in asked:
-        raise ValueError("a reward function asks `reference`, and an evaluation has one model. Leave it out.")
+    policy, written = {}, env.format_of(tokenizer)
     if "policy" in asked_of(functions.functions):
-        written = env.format_of(tokenizer)
-        own = contextlib.nullcontext, lambda: "evaluated"
-        policy["policy"] = scores_of_servers(model, written) if served else scores_of_model(model, written, *own)
+        own = written, contextlib.nullcontext
+        policy["policy"] = scores_of_servers(model, written) if served else scores_of_model(model, *own)
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         sampling = {"temperature": 0.0} if greedy else sampling_params(args)
         if served:  # in this process `in_process_backend` stops there

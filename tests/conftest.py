@@ -1,10 +1,8 @@
 """What several test files share."""
 
-import contextlib
 import gc
 import multiprocessing
 import os
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -125,17 +123,6 @@ def warm_processes():
     multiprocessing.set_executable(warm_python.executable())
     yield
     multiprocessing.set_executable(sys.executable)
-
-
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """As on a disk that is full: a write beyond `size` bytes of a file fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ def test_one_file_defines_all_of_it(tmp_path):
     program = (
         "import sys; import my_idea as mt\n"
         f"args = mt.parse_arguments(['--config', {str(ROOT / 'hf_recipes/tiny/calculator.yaml')!r}])[1]\n"
-        "print(args.credit_assignment, mt.known_ranges(), mt.ADAPTER_FILE)\n"
+        "print(args.credit_assignment, mt.warn_of_untested({'vllm': '0.1'}), mt.ADAPTER_FILE)\n"
         f"try: mt.parse_arguments(['--config', {str(ROOT / 'hf_recipes/tiny/blackjack.yaml')!r}])\n"
         "except ValueError as error: sys.exit(str(error))"
     )
@@ -206,4 +206,4 @@ def test_one_file_defines_all_of_it(tmp_path):
     assert ran.returncode == 1 and "'gym_env'" in ran.stderr and "This file has no integrations" in ran.stderr, (
         ran.stderr
     )
-    assert ran.stdout.split()[-3:] == ["mt_grpo", "{}", "adapter_model.safetensors"]
+    assert ran.stdout.split()[-3:] == ["mt_grpo", "None", "adapter_model.safetensors"]

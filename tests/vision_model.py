@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.event_loop import LOOP_THREAD, background_loop
 from mt_grpo.images.pictures import Picture, with_pictures
 from mt_grpo.images.reader import image_reader
 
@@ -166,7 +166,7 @@ def read_off_the_loop(tokenizer, at_least=1):
 
     Where a picture is decoded on that loop, it never does, and reading one fails.
     """
-    reader, loop, num_read = tokenizer.pictures, background_loop(), 0
+    reader, loop, num_read = tokenizer.pictures, background_loop(LOOP_THREAD), 0
 
     class Waits:
         def __getattr__(self, name):

@@ -13,37 +13,26 @@ file is loaded:
 | `PYTHON_SANDBOX_REQUIRE` | required isolation, else the run does not start: some of `user,network,processes` | none |
 
 Every call is a new process in a new folder, which is deleted afterwards. The value of a last line that is an
-expression is printed, as in a notebook. `max_concurrent_tools` of the recipe says how many programs run at the same
-time. `tool_timeout` should be longer than `PYTHON_SANDBOX_SECONDS`, so that the model reads what was printed until
-then. A program that fails raises `ProgramError` with its output, which the model reads.
+expression is printed, as in a notebook. `tool_timeout` of the recipe should be longer than `PYTHON_SANDBOX_SECONDS`,
+so that the model reads what was printed until then. A program that fails raises `ProgramError` with its output.
 
-Protects against, always: programs that do not end, compute without end, or print without end (`FILE_BYTES` per file,
-what they print too); address space that one process reserves, open files, core dumps, setuid programs (no new
-privileges); the trainer's environment variables, which it does not inherit.
-
-Protects against, if the machine allows it. What is missing is logged when the run starts:
-- `user`: the trainer runs as root, and each program as a user of its own, which no other program in this container has
-  at the same time. It can read and write what all users may. At most `PROCESSES` processes run, and all of them are
-  killed afterwards. It never runs as root: the limit of processes (RLIMIT_NPROC) does not bind root.
+Protects always against programs that do not end, compute or print without end (`FILE_BYTES` per file, output too),
+address space that one process reserves, open files, core dumps and setuid programs. Programs do not inherit the
+trainer's environment variables. If the machine allows it, also (what is missing is logged when the run starts):
+- `user`: the trainer runs as root, and each program as a user of its own. It can read and write what all users may.
+  At most `PROCESSES` processes run, and all of them are killed afterwards. It never runs as root.
 - `network`: it has no network, not even loopback (a network namespace).
 - `processes`: it sees no other processes, and none of its own stays behind, even if the trainer is killed (a PID
-  namespace, with a /proc of its own). With `user` as well, /tmp, /var/tmp, /dev/shm and /run/lock are its own,
-  `SHARED_MB` each, and empty in every call.
+  namespace). With `user` as well, /tmp, /var/tmp, /dev/shm and /run/lock are its own, `SHARED_MB` each.
 
-Does not protect against:
-- reading files that all users may read, and devices and Unix sockets that all may use (on GPU machines /dev/nvidia*)
-- without `user`: reading, writing and deleting your files, talking to your Unix sockets; without `processes`, too: any
-  number of processes, signals to the trainer, reading its memory and environment
-- with `user`, without `processes` (Docker's default): programs that outlive a trainer which is killed, until the next
-  program of that user number; what they write to /tmp and /dev/shm for a later program
-- many files in its folder, and memory of several processes together or outside of the address space (memfd, SysV):
-  give the container a limit
-- two containers of one kernel with the same user ids: the kernel counts their processes together
-- vulnerabilities of the Linux kernel: run hostile programs in a virtual machine
+Does not protect against reading files, devices and Unix sockets that all users may use; memory of several processes
+together, or many files in its folder (give the container a limit); vulnerabilities of the Linux kernel (run hostile
+programs in a virtual machine). Without `user`, against changes to your files; without `user` and `processes`, against
+signals to the trainer and reading its memory; without `processes` (Docker's default), against programs that outlive a
+killed trainer until their user number is used again.
 """
 
 import contextlib
-import errno
 import fcntl
 import logging
 import math
@@ -66,7 +55,6 @@ PROCESSES = 32  # of a program at the same time, including threads; not without 
 FILES = 64  # open at the same time
 FIRST_USER, USERS = 64000, 1000  # user ids that Debian does not assign
 SHARED_MB = 64  # of each folder that all users may write to
-ATTEMPTS = 20  # to start a program if the system is out of processes or files, half a second apart
 PROBE_SECONDS = 60.0  # for the first program, on a busy machine
 DELETE_SECONDS = 60.0  # for a program's folder; files that are left then stay
 END_SECONDS = 5.0  # that killed processes may take to be gone
@@ -389,14 +377,7 @@ def code_interpreter(code: str) -> str:
     Returns:
         What the program printed.
     """
-    for attempt in range(ATTEMPTS):
-        try:
-            exit_code, printed = SANDBOX.run(code, SANDBOX.seconds)
-            break
-        except OSError as error:  # no fault of the program
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM) or attempt == ATTEMPTS - 1:
-                raise
-            time.sleep(0.5)
+    exit_code, printed = SANDBOX.run(code, SANDBOX.seconds)
     if exit_code == 0:
         return printed.rstrip() or "The program printed nothing."
     raise ProgramError(f"{printed.rstrip()}\n[{SANDBOX.ending(exit_code)}]".lstrip())

@@ -2,9 +2,8 @@
 
 errors           errors of a generation server and of a run, which any wing may raise or catch
 event_loop       one event loop in a background thread
-fields           a recipe's key as a field, which says all of it once; types and intervals of its values
+fields           a recipe's key as a field, which says all of it once
 files            the output directory of one run, streams that outlive their readers, paths, YAML
 ranks            errors of one rank, raised on all ranks
 rows             rows as they were written, without a table's types; values as JSON
-tested_versions  the ranges of versions that were tested, and a warning of others
 """

@@ -18,9 +18,7 @@ def tell_once(text: str, about: str | None = None) -> None:
 
 
 def error_line(error: BaseException) -> str:
-    """Format an error on one line: its class and its message, if it has one, without the dot at the end.
-
-    Errors of pydantic are listed by field. A group is its first error.
+    """Format an error on one line: its class and its message without the dot at the end. A group is its first error.
 
     >>> error_line(ValueError("of two\\n  lines.")), error_line(TimeoutError()), error_line(KeyError("a"))
     ('ValueError: of two lines', 'TimeoutError', "KeyError: 'a'")
@@ -41,12 +39,6 @@ def sentence(error: BaseException | str) -> str:
     """An error's message as a sentence, with a full stop unless it ends with a mark already."""
     text = str(error).rstrip()
     return text if text.endswith((".", "?", "!")) else f"{text}."
-
-
-def root_cause(error: BaseException) -> BaseException | None:
-    """The first error in the chain of causes (`raise ... from`) of an error, None without a cause."""
-    cause = error.__cause__
-    return cause and (root_cause(cause) or cause)
 
 
 class ServerError(RuntimeError):

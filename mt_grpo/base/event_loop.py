@@ -15,7 +15,7 @@ LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
 
 
 @functools.cache
-def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
+def background_loop(thread: str) -> asyncio.AbstractEventLoop:
     """The event loop of a daemon thread of this name, which is started once. A notebook's own loop may be running."""
     loop = asyncio.new_event_loop()
 
@@ -30,26 +30,25 @@ def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
 
 def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
     """Start a coroutine on the background loop; returns at once."""
-    return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, background_loop(LOOP_THREAD))
 
 
 async def run_on_thread(coroutine: Coroutine, thread: str) -> Any:
-    """Run a coroutine on the event loop of another thread. A caller that is cancelled cancels the coroutine."""
+    """Run a coroutine on the event loop of a thread, also of this one. A caller that is cancelled cancels it."""
+    if asyncio.get_running_loop() is background_loop(thread):
+        return await coroutine
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread)))
 
 
-def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
-    """Run a coroutine on the background loop and wait for its result. An interrupted wait cancels the coroutine.
+def run_async(coroutine: Coroutine, timeout: float | None = None, thread: str = LOOP_THREAD) -> Any:
+    """Run a coroutine on the event loop of another thread and wait for its result. An interrupted wait cancels it.
 
-    Raises `TimeoutError` after `timeout` seconds, also if the loop is blocked, and `RuntimeError` for a caller on the
-    loop itself, whose wait would never end.
+    Raises `TimeoutError` after `timeout` seconds, also if the loop is blocked.
     """
-    if threading.current_thread().name == LOOP_THREAD:
+    if threading.current_thread().name == thread:  # which would wait for itself
         coroutine.close()
-        raise RuntimeError(
-            "generate, step and chat block this event loop. From an async tool, await converse instead."
-        )
-    future = start_in_background(coroutine)
+        raise RuntimeError("generate, step and chat block this event loop. In an async tool, await converse instead.")
+    future = asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread))
     try:
         return future.result(timeout)
     except BaseException:
@@ -73,20 +72,8 @@ def at_once(function: Callable[[Any], Any], items: list) -> list:
         return list(threads.map(function, items))
 
 
-def allow_many_open_files(wanted: int = 65_535) -> None:
+def allow_many_open_files() -> None:
     """Raise this process's soft limit of open files, which is often 1,024. A conversation needs a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     with suppress(ValueError, OSError):  # where the system refuses, the old limit stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-
-
-def close_on(loop: asyncio.AbstractEventLoop, closing: Coroutine, timeout: float = 5.0) -> None:
-    """Run `closing`, which closes a resource, on the resource's event loop. If that is running, do not wait for it."""
-    if loop.is_running():
-        asyncio.run_coroutine_threadsafe(closing, loop)
-    else:  # in a new thread, because this thread may run another loop
-        run = asyncio.run if loop.is_closed() else loop.run_until_complete
-        thread = threading.Thread(target=run, args=(closing,), daemon=True)
-        thread.start()
-        thread.join(timeout)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(65_535, hard)), hard))

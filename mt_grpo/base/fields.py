@@ -1,12 +1,9 @@
-"""A recipe's key as a field of a dataclass, which says once all that is known of the key; its types and intervals."""
+"""A recipe's key as a field of a dataclass, which says once all that is known of the key."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 
 class KeyFacts(dict):
@@ -28,11 +25,9 @@ def key(
     of_tools: bool = False,
     opens: bool = False,
 ) -> Any:
-    """A field of a dataclass of settings, which is a key of a recipe.
+    """A field of a dataclass of settings, which is a key of a recipe. Its default is always allowed.
 
     Args:
-        default: The value of a recipe that does not name the key. It is always allowed, also where it is not `within`.
-        help: What the key is.
         within: The interval of its numbers: `[` includes the bound, `(` does not, and infinity is never included.
         one_of: The values that it may have.
         path: Whether it names a file or a folder, or a list of them. `":"` or `".py:"`: if it holds this, `path:Name`.
@@ -48,30 +43,3 @@ def key(
 def keys_that(settings: Any, fact: str) -> list[str]:
     """The names of the keys of a dataclass whose fields state a fact, such as `of_tools` or `needs`."""
     return [each.name for each in dataclasses.fields(settings) if each.metadata.get(fact)]
-
-
-def fits_type(value: Any, expected: Any) -> bool:
-    """Whether a recipe's value is of an annotated type. Nothing is converted: 7.0 is no int, and 7 is no text.
-
-    >>> fits_type(7.0, int), fits_type(7, float), fits_type("7", float), fits_type(None, int | None)
-    (False, True, False, True)
-    """
-    try:
-        TypeAdapter(expected, config={"arbitrary_types_allowed": True}).validate_json(json.dumps(value), strict=True)
-    except (ValidationError, TypeError):  # TypeError: a date, which JSON does not have
-        return False
-    return True
-
-
-LARGEST = 3.4028234663852886e38  # of float32
-
-
-def in_range(number: float, interval: str) -> bool:
-    """Whether a number is in an interval. NaN is in none, nor is 1e39, which float32 makes infinite.
-
-    >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range(float("nan"), "(-inf, inf)")
-    (True, False, False)
-    """
-    low, high = map(float, interval[1:-1].split(", "))
-    at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
-    return abs(number) < LARGEST and (low < number < high or at_a_bound)

@@ -22,27 +22,24 @@ class WrittenRow(dict):
     """A row in which each None was written. In a row of a table, a plain dict, None may be a key of another row."""
 
 
-class JsonLines(list):
+class JsonLines(Sequence):
     """Lines of JSON, as bytes. Each access decodes its line anew, so that nobody can change a row for others."""
 
+    def __init__(self, lines: Iterable[bytes]):
+        self._lines = list(lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
     def __getitem__(self, index: int) -> DataRow:
-        return json.loads(super().__getitem__(index))
-
-    def __iter__(self) -> Iterator[DataRow]:
-        return map(json.loads, super().__iter__())
-
-    def __reduce__(self) -> tuple:
-        return JsonLines, (list(super().__iter__()),)
+        return json.loads(self._lines[index])
 
 
 class Rows(Sequence):
     """Rows that are made at each access: `WrittenRow`, unless their source is a table (`Dataset`).
 
-    `rows[3]` is a row, `rows[:3]` a list of rows, and `rows["answer"]` a list with None where a row lacks the column.
-
-    Args:
-        source: A sequence of dicts: `JsonLines`, a `Dataset`, a list.
-        make: A function that makes a row of a dict and its number, and raises `ValueError` for a dict that is none.
+    `rows[3]` is a row, and `rows["answer"]` a list with None where a row lacks the column. `make` makes a row of a
+    dict of `source` and its number, and raises `ValueError` for a dict that is none.
     """
 
     def __init__(self, source: Sequence, make: Callable[[DataRow, int], DataRow] = lambda row, number: row):
@@ -55,13 +52,11 @@ class Rows(Sequence):
     def __iter__(self) -> Iterator[DataRow]:  # a table is several times as fast in its own order
         return (self._row(row, number) for number, row in enumerate(self._source))
 
-    def __getitem__(self, key: int | slice | str) -> Any:
+    def __getitem__(self, key: int | str) -> Any:
         if isinstance(key, str):
             if key not in self.column_names:
                 raise KeyError(f"There is no column {key!r}, expected one of {', '.join(self.column_names)}.")
             return [row.get(key) for row in self]
-        if isinstance(key, slice):
-            return [self[number] for number in range(len(self))[key]]
         number = range(len(self))[operator.index(key)]
         return self._row(self._source[number], number)
 
@@ -70,18 +65,14 @@ class Rows(Sequence):
 
 
 def for_trl(data: Any) -> Any:
-    """A stand-in of the same length without rows for TRL's constructor, which takes only its own kinds of data."""
+    """A stand-in of the same length for TRL's constructor, which takes only its own kinds of data."""
     if isinstance(data, dict):
         return {name: for_trl(split) for name, split in data.items()}
     return Dataset.from_dict({"prompt": [""] * len(data)}) if isinstance(data, Rows) else data
 
 
 def without_padding(value: Any) -> Any:
-    """Dicts without the keys that are None, at every depth: a table has None where only another row has a key.
-
-    >>> without_padding({"files": {"a": "x", "b": None}, "calls": [{"c": None}, None]})
-    {'files': {'a': 'x'}, 'calls': [{}, None]}
-    """
+    """Dicts without the keys that are None, at every depth: a table has None where only another row has a key."""
     if isinstance(value, dict):
         return {key: without_padding(each) for key, each in value.items() if each is not None}
     return [without_padding(each) for each in value] if isinstance(value, list) else value
@@ -108,10 +99,7 @@ def prompts_of(rows: Iterable[DataRow]) -> list[list]:
 def column_lists(rows: list[DataRow], data: Any = None) -> dict[str, list]:
     """Columns as rewards get them: a list per column but `prompt`, with None for each row that lacks the column.
 
-    If `data`, the data set of these rows, is `Rows`, columns that no row of the batch has are passed, too.
-
-    >>> column_lists([{"prompt": [], "a": 1}, {"b": None}])
-    {'a': [1, None], 'b': [None, None]}
+    Columns that no row of the batch has are passed, too, if `data`, the data set of these rows, is `Rows`.
     """
     of_data = data.column_names if isinstance(data, Rows) else []
     names = dict.fromkeys([*of_data, *(key for row in rows for key in row)])
@@ -143,11 +131,7 @@ def rows_for_trl(rows: list[DataRow]) -> list[DataRow]:
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """A value as JSON that every reader takes: NaN and infinities, which JSON does not have, become null.
-
-    >>> json_text({"a": [float("nan"), 1.5], "b": float("-inf")})
-    '{"a": [null, 1.5], "b": null}'
-    """
+    """A value as JSON that every reader takes: NaN and infinities, which JSON does not have, become null."""
     # Python writes them as constants, and `parse_constant` is called for each, at every depth.
     return json.dumps(json.loads(json.dumps(value, **options), parse_constant=lambda name: None), **options)
 
@@ -156,11 +140,7 @@ MOST_NESTED = 64  # levels of lists and dicts in a call; clients of agents raise
 
 
 def is_nested(value: Any, most: int = MOST_NESTED) -> bool:
-    """Whether a value has more than this number of levels of lists and dicts.
-
-    >>> is_nested({"a": [1]}, 2), is_nested({"a": [1]}, 1), is_nested(1, 0)
-    (False, True, False)
-    """
+    """Whether a value has more than this number of levels of lists and dicts."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return inner is not None and (most == 0 or any(is_nested(each, most - 1) for each in inner))
 

@@ -7,7 +7,6 @@ import collections.abc
 import copy
 import dataclasses
 import difflib
-import hashlib
 import itertools
 import logging
 import marshal
@@ -60,11 +59,7 @@ class Limits:
 
 
 def limits_of(settings: Limits) -> dict[str, Any]:
-    """The limits among some settings, name -> value.
-
-    >>> limits_of(Limits(max_env_steps=3))["max_env_steps"]
-    3
-    """
+    """The limits among some settings, name -> value."""
     return {each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)}
 
 
@@ -84,14 +79,9 @@ class Conversations(Limits):
         if (most := self.max_tool_response_tokens) is not None and most < 10:
             raise ValueError(f"max_tool_response_tokens={most}, expected at least 10, the room for a marker.")
 
-    @property
-    def max_steps(self) -> int:
-        """The limit `max_env_steps`, under the name of the constructor's argument."""
-        return self.max_env_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int) -> None:
-        self.max_env_steps = value
+    max_steps = property(  # the name of the constructor's argument
+        lambda self: self.max_env_steps, lambda self, value: setattr(self, "max_env_steps", value)
+    )
 
     @property
     def result_limit(self) -> int:
@@ -102,10 +92,7 @@ class Conversations(Limits):
     async def converse_whole(
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
     ) -> Rollout:
-        """Run `converse`, then validate the rollout's lists for the loss. An invalid rollout is marked as failed.
-
-        Raises `ServerError`, with the row.
-        """
+        """Run `converse`, then validate the rollout's lists for the loss. An invalid rollout is marked as failed."""
         async with self._in_its_place(rollout, llm):
             try:
                 rollout = await self.converse(rollout, llm, sampling_params)
@@ -119,10 +106,7 @@ class Conversations(Limits):
 
     @asynccontextmanager
     async def _in_its_place(self, rollout: Rollout, llm: Any) -> AsyncIterator[None]:
-        """Wait until the rollout's environment takes another conversation, and notify it when this one is over.
-
-        No time limit counts the wait: it is as long as the conversations before this one, and these have their limits.
-        """
+        """Wait, without a limit, until the rollout's environment takes another conversation; notify it at the end."""
         if self.environments is None:
             yield
             return
@@ -137,10 +121,7 @@ class Conversations(Limits):
                 room.release()
 
     async def aside(self, llm: Any, awaitable: Awaitable) -> Any:
-        """Await something that another conversation of the batch will do.
-
-        A plain `await` is not enough if this process generates: a batch starts when all open conversations wait.
-        """
+        """Await what another conversation does. If this process generates, a batch starts when all others wait."""
         return await (llm.aside(awaitable) if hasattr(llm, "aside") else awaitable)
 
     # -- what the conversation reads: its limits, its format, its state --
@@ -257,37 +238,30 @@ class Conversations(Limits):
 
 
 def digest_of(value: Any) -> bytes | None:
-    """A hash of plain values, in which 1, True and 1.0 differ, as do orders of a dict's keys; None for other values.
+    """A key of plain values, in which 1, True and 1.0 differ, as do orders of a dict's keys; None for other values.
 
-    >>> len({digest_of([v]) for v in (1, True, 1.0, "1", b"1")}), digest_of([1, "a"]) == digest_of([1, "a"])
-    (5, True)
-    >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}), digest_of([object()])
-    (False, None)
+    >>> len({digest_of([v]) for v in (1, True, 1.0, "1", b"1")}), digest_of([object()])
+    (5, None)
     """
     try:
-        written = marshal.dumps(value, 2)  # later formats tell a text from a copy of it
+        return marshal.dumps(value, 2)  # later formats tell a text from a copy of it
     except ValueError:  # a class of someone's own, or too deep
         return None
-    return hashlib.blake2b(written, digest_size=16).digest()
 
 
 class PromptCache:
-    """The ids of prompts that were rendered for a batch. Its rollouts hold the cache, which goes with them.
-
-    INVARIANT: each rollout gets a list of its own.
-    """
+    """The ids of prompts that were rendered for a batch. Its rollouts hold the cache, which goes with them."""
 
     def __init__(self):
         self._ids: dict[tuple, list[int]] = {}
 
     def ids(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> list[int]:
         """The ids of `tokenizer.apply_chat_template(**arguments)`, (P,), rendered once per batch if possible."""
-        if (digest := digest_of(arguments)) is None:
-            return tokenizer.apply_chat_template(**arguments)
+        digest = digest_of(arguments)
         key = id(tokenizer), len(tokenizer), str(tokenizer.chat_template), digest
-        if key not in self._ids:
+        if digest is None or key not in self._ids:
             self._ids[key] = tokenizer.apply_chat_template(**arguments)
-        return list(self._ids[key])
+        return list(self._ids[key])  # INVARIANT: each rollout gets a list of its own
 
 
 # What a request may hold: contents of messages, sampling parameters, and the remaining budget.
@@ -326,16 +300,13 @@ def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str
 def check_conversations(prompts: Any, name: str, texts: bool = True, images: bool = False) -> list:
     """Return conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`.
 
-    With `texts`, content that is a list of text parts becomes text, and other content raises `ValueError`, unless
-    there is an image in it and `images` may stay.
+    With `texts`, contents become text (`message_text`).
     """
     expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
         raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. Put a single one into a list.")
     prompts = list(prompts)
     for k, prompt in enumerate(prompts):
-        if isinstance(prompt, dict):
-            raise ValueError(f"{name} is a single conversation, expected {expected}. Put it into a list.")
         messages = [] if texts and isinstance(prompt, str) else prompt
         if not isinstance(messages, (list, tuple)) or not all(
             isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
@@ -347,16 +318,10 @@ def check_conversations(prompts: Any, name: str, texts: bool = True, images: boo
 
 
 def message_text(message: dict[str, Any], name: str, images: bool = False) -> Any:
-    """The content of a message as text, with text parts joined. With `images`, a list with an image may stay.
-
-    >>> message_text({"role": "assistant", "content": None, "tool_calls": [{}]}, "")  # as in OpenAI's API
-    ''
-    """
+    """The content of a message as text, with text parts joined. With `images`, a list with an image may stay."""
     content = message["content"]
-    if isinstance(content, str):
-        return content
-    if content is None and message.get("tool_calls"):
-        return ""
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         kinds = {part.get("type", "text") for part in content}
         if kinds <= {"text"} and all(isinstance(part.get("text"), str) for part in content):

@@ -50,10 +50,7 @@ class EnvironmentFailure(Exception):
 
 
 class PromptTooLong(Exception):
-    """The prompt after `reset` has `length` tokens, `beyond` of them beyond the context, and no room for a turn.
-
-    Its rollout ends and is not trained on.
-    """
+    """The prompt after `reset` leaves no room for a turn. Its rollout ends and is not trained on."""
 
     def __init__(self, length: int, beyond: int, limit: str):
         tokens = f"the prompt has at least {length} tokens after reset, and the context has {length - beyond}"
@@ -61,28 +58,24 @@ class PromptTooLong(Exception):
 
 
 def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply | None:
-    """Validate what `respond` of the class `name` returned. Raises `EnvironmentFailure` if it is not a valid reply.
-
-    It is a `Reply`, a dict with its keys, or None. `said` reads its images; None: the model is text-only.
-    """
+    """Validate what `respond` of the class `name` returned: a `Reply`, a dict with its keys, or None."""
     where = f"{name}.respond"
     if reply is None:
         return None
     try:
-        values = reply if isinstance(reply, dict) else {key: getattr(reply, key) for key in Reply.__dataclass_fields__}
-        reply = Reply(**values)
+        reply = Reply(**reply) if isinstance(reply, dict) else dataclasses.replace(reply)
+        several = [key for key in REPLIES if getattr(reply, key)]
     except (TypeError, AttributeError) as error:
         raise EnvironmentFailure(f"{where} returned {reply!r:.100}, expected a Reply or None: {error}.") from None
-    if len(several := [key for key in REPLIES if getattr(reply, key)]) > 1:
+    if len(several) > 1:
         raise EnvironmentFailure(f"{where} returned a reply with {' and '.join(several)}. Set only one of them.")
     for key, kind in (("continuation", str), ("info", dict), ("stop", bool)):  # any text is true: "no" would end it
-        if not isinstance(getattr(reply, key) or kind(), kind):
-            got = f"{getattr(reply, key)!r:.100}"
-            raise EnvironmentFailure(f"{where}: {key} is {got}, expected {kind.__name__} or None.")
+        if not isinstance(value := getattr(reply, key) or kind(), kind):
+            raise EnvironmentFailure(f"{where}: {key} is {value!r:.100}, expected {kind.__name__} or None.")
     if reply.reward is not None and not is_number(reply.reward):
         raise EnvironmentFailure(f"{where}: reward is {reply.reward!r}, expected a finite number or None.")
-    reply.messages = read_messages(reply.messages, f"{where}: messages", said)
-    reply.history = read_messages(reply.history, f"{where}: history", said)
+    reply.messages = reply.messages and read_messages(reply.messages, f"{where}: messages", said)
+    reply.history = reply.history and read_messages(reply.history, f"{where}: history", said)
     if reply.history and reply.history[-1]["role"] == "assistant":
         raise EnvironmentFailure(f"{where}: history ends with an assistant message, expected another role.")
     if reply.continuation:  # text only: the model's own message has no image
@@ -90,21 +83,19 @@ def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply
     return reply
 
 
-def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -> list[Message] | None:
+def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -> list[Message]:
     """Validate an environment's messages and convert their contents to text. Raises `EnvironmentFailure`."""
-    if not isinstance(messages or [], list):
+    if not isinstance(messages, list):
         raise EnvironmentFailure(f"{where} is {messages!r:.100}, expected a list of messages.")
     read = []
-    for message in messages or []:
+    for message in messages:
         if not isinstance(message, dict) or "content" not in message or message.get("role") not in [*ROLES]:
-            known = ", ".join(sorted(ROLES))
-            raise EnvironmentFailure(
-                f"{where} has {message!r:.200}, expected role and content, with a role of {known}."
-            )
+            known = f"expected role and content, with a role of {', '.join(sorted(ROLES))}"
+            raise EnvironmentFailure(f"{where} has {message!r:.200}, {known}.")
         # As in OpenAI's API, a message that only calls says nothing.
         content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
         read.append({**message, "content": read_content(content, where, said)})
-    return None if messages is None else read
+    return read
 
 
 def read_content(content: Any, where: str, said: SaidPictures | None = None) -> str:
@@ -130,13 +121,10 @@ def joined(
 ) -> list[Message]:
     """Join a prompt and the return value of `reset`: text and parts extend the last message, messages replace all.
 
-    `clean` breaks the control tokens that messages of an origin may not contain. `said` reads the images; None: the
-    model is text-only. Raises `EnvironmentFailure` if there is no prompt, or the observation is invalid.
+    `clean` breaks the control tokens that messages of an origin may not contain. `said` reads the images.
 
     >>> joined([{"role": "user", "content": "Play. "}], "A board.")
     [{'role': 'user', 'content': 'Play. A board.'}]
-    >>> joined([{"role": "user", "content": "Play."}], [{"role": "user", "content": "Guess."}])
-    [{'role': 'user', 'content': 'Guess.'}]
     """
     if not observation and not isinstance(observation, (int, float)):
         if not any(message["content"] for message in prompt):
@@ -144,7 +132,8 @@ def joined(
         return clean(prompt, Origin.DATA)
     if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
         return clean(read_messages(observation, "reset", said), Origin.OUTSIDE)
-    if not isinstance(observation, (str, list)) and not is_image(observation):
+    observation = [observation] if is_image_part(observation) or is_image(observation) else observation
+    if not isinstance(observation, (str, list)):
         raise EnvironmentFailure(f"reset returned {type(observation).__name__}, expected text, messages or None.")
     *before, last = clean(prompt or [{"role": "user", "content": ""}], Origin.DATA)
 
@@ -158,31 +147,18 @@ def joined(
 
 
 def read_ahead(said: Any, reader: Any) -> Any:
-    """Read the images in an environment's return value, as far as possible: they become parts with a `Picture`.
-
-    Reading one takes up to a tenth of a second. So it is done in the environment's thread, and no event loop waits.
-    """
+    """Read the images in an environment's return value, in its thread: the event loop reads parts with a `Picture`."""
     if reader is None:
         return said
-    if is_image(said):
-        return read_ahead([said], reader)
-    if type(said) is list:
-        return [part_read(each, reader) for each in said]
-    if type(said) is Reply:
+    if (image := said if is_image(said) else own_image(said) if is_image_part(said) else None) is not None:
+        with suppress(ValueError):  # it is raised where the message is read
+            return {"type": "image", "image": reader.read(image, "")}
+        return said
+    if isinstance(said, Reply):
         return dataclasses.replace(said, **{k: read_ahead(getattr(said, k), reader) for k in ("messages", "history")})
-    if type(said) is dict:
+    if isinstance(said, dict):
         return {**said, **{k: read_ahead(said[k], reader) for k in said.keys() & {"content", "messages", "history"}}}
-    return said
-
-
-def part_read(part: Any, reader: Any) -> Any:
-    """Read the image in an element of a list that an environment returned: a message, or a part of one."""
-    image = part if is_image(part) else own_image(part) if is_image_part(part) else None
-    if image is None:
-        return read_ahead(part, reader)
-    with suppress(ValueError):  # it is raised where the message is read
-        return {"type": "image", "image": reader.read(image, "")}
-    return part
+    return [read_ahead(each, reader) for each in said] if isinstance(said, list) else said
 
 
 # From a class to one environment per conversation: its tools, and its methods within their time.
@@ -205,21 +181,17 @@ def class_tools(cls: type) -> dict[str, Callable]:
 
 def check_environment(cls: Any, where: str) -> None:
     """Raise `ValueError` unless a class can serve as an environment. It is not instantiated."""
-    if not isinstance(cls, type):
-        raise ValueError(f"{where} is {cls!r}, expected a class, or a dict of classes.")
-    if not callable(getattr(cls, "reset", None)):
-        raise ValueError(f"{where}: {cls.__name__} has no method reset(self, **row), which begins a conversation.")
+    if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
+        raise ValueError(
+            f"{where} is {cls!r}, expected a class with a method reset(self, **row), or a dict of classes."
+        )
     for name, count in METHODS.items():
-        method = getattr(cls, name, None)
-        if method is None or count is None:
-            continue
         try:
-            inspect.signature(types.MethodType(method, cls)).bind(*[None] * count)
+            if count is not None and (method := getattr(cls, name, None)) is not None:
+                inspect.signature(types.MethodType(method, cls)).bind(*[None] * count)
         except TypeError as error:
-            raise ValueError(
-                f"{where}: the trainer calls {cls.__name__}.{name} with {count} arguments: {error}. Give a tool "
-                f"another name, such as {name}_it."
-            ) from None
+            words = f"the trainer calls {cls.__name__}.{name} with {count} arguments: {error}"
+            raise ValueError(f"{where}: {words}. Give a tool another name, such as {name}_it.") from None
     for tool in class_tools(cls).values():
         check_tool(tool)
     if isinstance(getattr(cls, "tools", None), (list, tuple)):  # else they are an instance's, or a tool of this name
@@ -229,15 +201,13 @@ def check_environment(cls: Any, where: str) -> None:
 def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
     """The tools of a conversation: `others`, an instance's public methods, and those in its list `tools`.
 
-    `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all. Raises
-    `ValueError` if two have the same name, and for an unknown name in the selection.
+    `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all.
     """
-    name, listed = type(environment).__name__, getattr(environment, "tools", None) or []
-    if not callable(listed) and not isinstance(listed, (list, tuple)):
-        raise EnvironmentFailure(f"{name}.tools is {listed!r:.100}, expected a list of tools.")
+    listed = getattr(environment, "tools", None) or []
     methods = [getattr(environment, each) for each in tool_methods(type(environment))]
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
-    tools = merged(name, others.values(), methods, named_tools([] if callable(listed) else listed).values())
+    named = named_tools([] if callable(listed) else listed)
+    tools = merged(type(environment).__name__, others.values(), methods, named.values())
     selection = getattr(environment, "tool_selection", None)
     return tools if selection is None else selected(tools, selection)
 
@@ -281,8 +251,7 @@ def failures_end(rollout: Rollout) -> Iterator[None]:
 class Environments:
     """Creates, calls and closes one environment per conversation.
 
-    Instances are used again for later conversations, after `reset`, as in TRL. Those with `close`, and those with an
-    abandoned call, are not. Raises `ValueError` for a class that is no environment, and for two tools of one name.
+    As in TRL, instances are reset and used again, but not those with `close` or an abandoned call.
 
     Args:
         factories: A class, or a dict from the values of the column `environment` to classes.
@@ -292,8 +261,6 @@ class Environments:
 
     def __init__(self, factories: type | dict[str, type], timeout: float, tools: dict[str, Callable]):
         self.by_name = factories if isinstance(factories, dict) else {None: factories}
-        if not self.by_name:
-            raise ValueError("environment is an empty dict, expected a class per name in the column environment.")
         for name, cls in self.by_name.items():
             check_environment(cls, f"environment {name!r}" if name else "environment")
             merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
@@ -333,10 +300,8 @@ class Environments:
                 if names := hasattr(cls, "check_row") and cls.check_row(self.own_row(row)):
                     selected({**self.tools, **self.tools_of_class(row)}, names)
             except TypeError as error:
-                raise ValueError(
-                    f"Row {number}: {cls.__name__}.reset does not accept this row: {error}. The row has: "
-                    f"{', '.join(columns) or 'no column'}. Rename one of them, or add **row for other columns."
-                ) from None
+                words = f"{cls.__name__}.reset does not accept the columns {', '.join(columns)}: {error}"
+                raise ValueError(f"Row {number}: {words}. Rename one, or add **row for other columns.") from None
             except ValueError as error:
                 raise ValueError(f"Row {number}: {error}") from None
 
@@ -353,19 +318,15 @@ class Environments:
         return class_tools(self.class_of(row))
 
     async def open(self, rollout: Rollout, clean: Clean = as_written, tokenizer: Any = None) -> list[Message]:
-        """Give a rollout its environment and call `reset`. Returns the prompt, its control tokens broken by `clean`.
-
-        Images of the row are placed where it or `reset` says. `tokenizer` is the model's; None: it reads no images.
-        """
+        """Give a rollout its environment and call `reset`. Returns the prompt, cleaned of control tokens."""
         cls, self.tokenizer = self.class_of(rollout.row), tokenizer
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
             self._open[id(rollout)] = rollout
         else:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
-        row = self.arguments_of(rollout.row)
         of_row = of_columns(rollout.pictures, rollout.row)  # before `reset`, which may change the row
-        observation = await self.call(rollout, "reset", **row)
+        observation = await self.call(rollout, "reset", **self.arguments_of(rollout.row))
         said = SaidPictures(tokenizer, rollout.pictures, places=True)
         messages = joined(rollout.prompt_messages, observation, clean, said)
         try:
@@ -381,10 +342,7 @@ class Environments:
             self._close_now(rollout)
 
     async def idle(self, rollout: Rollout) -> None:
-        """Wait for calls that were abandoned at their time limit: an instance has one call at a time.
-
-        Raises `EnvironmentFailure` if one still runs after `environment_timeout`.
-        """
+        """Wait at most `environment_timeout` for abandoned calls: an instance has one call at a time."""
         running = [future for future in rollout.given_up if not future.done()]
         rollout.given_up.clear()
         if running and (await asyncio.wait(running, timeout=self.timeout))[1]:
@@ -408,11 +366,9 @@ class Environments:
         return read_reply(answer, type(rollout.environment).__name__, said) or Reply()
 
     async def _run(self, rollout: Rollout, name: str, function: functools.partial) -> Any:
-        function.__name__ = name
+        function.__name__, read = name, functools.partial(read_ahead, reader=reader_of(self.tokenizer))
         try:
-            return await run_tool(
-                function, {}, self.timeout, functools.partial(read_ahead, reader=reader_of(self.tokenizer))
-            )
+            return await run_tool(function, {}, self.timeout, read)
         except ToolsUnavailable:
             raise
         except ToolTimeout as error:
@@ -431,10 +387,7 @@ class Environments:
         return None if value is None else float(value)
 
     def room(self, rollout: Rollout) -> asyncio.Semaphore | None:
-        """A semaphore for the limit `most_conversations` of a rollout's environment class, one per event loop.
-
-        None if there is no limit.
-        """
+        """A semaphore for `most_conversations` of a rollout's environment class, per event loop; None: no limit."""
         cls = self.class_of(rollout.row)
         if (most := getattr(cls, "most_conversations", None)) is None:
             return None
@@ -450,7 +403,7 @@ class Environments:
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
         """Close the environments of these rollouts, or of all if None; keep those that can be used again.
 
-        Returns the errors: they do not affect conversations that are over.
+        Returns the errors.
         """
         rollouts = list(self._open.values()) if rollouts is None else rollouts
         rollouts = [rollout for rollout in rollouts if self._open.pop(id(rollout), None) is not None]
@@ -465,10 +418,9 @@ class Environments:
 
     def _close_now(self, rollout: Rollout) -> None:
         """Close an environment, unless that was done, in a thread without a loop. Nobody is left to hear of errors."""
-        if self._open.pop(id(rollout), None) is not None:
+        if self._open.pop(id(rollout), None) is not None and hasattr(rollout.environment, "close"):
             with suppress(Exception):
-                closing = getattr(rollout.environment, "close", lambda: None)()
-                if inspect.iscoroutine(closing):
+                if inspect.iscoroutine(closing := rollout.environment.close()):
                     asyncio.run(closing)
 
     def _close_at_exit(self) -> None:
@@ -508,27 +460,21 @@ def keep_whole(rollout: Rollout, vocab_size: int) -> None:
 
 
 def check_turns(rollout: Rollout, vocab_size: int) -> None:
-    """Raise `EnvironmentFailure` unless every token of a rollout's turns has its mask and its logprob.
-
-    Ids that were read and not sampled have to be below `vocab_size` (`num_ids` of the tokenizer).
-    """
+    """Raise `EnvironmentFailure` unless a rollout's tokens have masks and logprobs, and those read are known ids."""
     for number, turn in enumerate(rollout.turns):
         if not isinstance(turn, Turn):
             raise altered(f"rollout.turns[{number}] is {turn!r:.100}, expected a Turn")
         size, where = len(turn.token_ids), f"turn {number}"
         if turn.mask is not None and (len(turn.mask) != size or not set(turn.mask) <= {0, 1}):
-            got = f"{turn.mask!r:.100} with {len(turn.mask)} values"
-            raise altered(f"{where}: mask is {got}, expected None, or a 0 or 1 for each of the {size} tokens")
+            raise altered(f"{where}: mask is {turn.mask!r:.100}, expected None, or a 0 or 1 for each of {size} tokens")
         if turn.logprobs is not None and len(turn.logprobs) != size:
-            raise altered(f"{where} has {len(turn.logprobs)} logprobs, expected one for each of the {size} tokens")
+            raise altered(f"{where} has {len(turn.logprobs)} logprobs, expected one for each of {size} tokens")
         if turn.reward is not None and not is_number(turn.reward):
             raise altered(f"{where}: reward is {turn.reward!r:.100}, expected a finite number or None")
         context = [] if turn.context is None else turn.context.ids
         for name, ids in (("observation_ids", turn.observation_ids), ("context", context)):
             if (wrong := first_unknown(ids, vocab_size)) is not None:
-                raise altered(
-                    f"{where}: {name} has the id {wrong!r:.100}, expected numbers from 0 to {vocab_size - 1}"
-                )
+                raise altered(f"{where}: {name} has the id {wrong!r:.100}, expected numbers below {vocab_size}")
     try:
         found = join(record.turns for record in rollout.records)
     except (LookupError, TypeError, AttributeError) as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -14,28 +12,27 @@ import random
 import re
 import secrets
 import time
-import urllib.parse
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from mt_grpo.base.errors import ServerError, ServerLost, error_line, tell_once
 from mt_grpo.base.event_loop import (
     CONTROL_THREAD,
+    LOOP_THREAD,
     allow_many_open_files,
-    background_loop,
-    close_on,
     gather_all,
     run_async,
+    run_on_thread,
 )
 from mt_grpo.conversation.conversations import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.generation.samples import BadAnswer, HalfLoaded
+from mt_grpo.generation.samples import BadAnswer, HalfLoaded, number_of_version
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.generation.weight_transfer import WeightTransfer
-from mt_grpo.images.pictures import pictures_in, reader_of
+from mt_grpo.images.pictures import reader_of
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
@@ -48,33 +45,16 @@ def hide_password(url: str) -> str:
 
 def split_server_url(url: str) -> tuple[str, str | None]:
     """(`url` without user and password, the header `Authorization` made from them or None)."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is no number or above 65535, brackets that do not match
-        fits = False
-    if not fits or re.search(r"[\s?#]", url):
-        raise ServerError(
-            f"{hide_password(url)!r} is not a server address. Expected http://HOST:PORT or https://HOST:PORT, with a "
-            "port from 1 to 65535. Correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
-        )
-    user, separator, host = parts.netloc.rpartition("@")
-    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if separator else None
-    return parts._replace(netloc=host).geturl().rstrip("/"), header
-
-
-def server_urls(value: str | list[str] | None) -> list[str]:
-    """The addresses in `vllm_server_base_url`: a list, or text with commas between them."""
-    if not value:
-        return []
-    urls = value.split(",") if isinstance(value, str) else value
-    if not all(isinstance(url, str) for url in urls):
-        raise ValueError(f"vllm_server_base_url={hide_password(repr(value))}, expected an address or a list of them.")
-    urls = [url.strip() for url in urls]
-    plain = [split_server_url(url)[0] for url in urls]
-    if twice := [url for url in plain if plain.count(url) > 1]:
-        raise ServerError(f"vllm_server_base_url lists {twice[0]} twice. List each server once.")
-    return urls
+    with suppress(ValueError):  # such as a port that is no number
+        parts = URL(url)
+        if parts.scheme in ("http", "https") and parts.host:
+            login = parts.user or "", parts.password or ""
+            header = aiohttp.encode_basic_auth(*login, encoding="utf-8") if any(login) else None
+            return str(parts.with_user(None)).rstrip("/"), header
+    raise ServerError(
+        f"{hide_password(url)!r} is not a server address. Expected http://HOST:PORT or https://HOST:PORT. Correct "
+        "vllm_server_base_url, or vllm_server_host and vllm_server_port."
+    )
 
 
 def engine_of(name: str) -> VLLM:
@@ -117,17 +97,13 @@ class ServerConnection:
         self.adapter: str | None = None  # the adapter that requests name, the same on all ranks; None: the model
         self.loaded: str | None = None  # the adapter of the last push, before it is proven; of rank 0's client
         self._open: dict[int, dict[str, Any]] = {}  # requests in flight; a retry may change the model that one names
-        self._reached = False  # whether the server has ever answered
         if api_key := api_key or os.environ.get("VLLM_API_KEY"):
-            if credentials:
-                got = "got both a password in vllm_server_base_url and VLLM_API_KEY"
-                raise ServerError(f"{self.base_url}: {got}. A request can carry only one of them. Remove the other.")
             credentials = f"Bearer {api_key}"
         self.sends_credentials = bool(credentials)
         self._headers = {"Authorization": credentials} if credentials else {}
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-        self._unsent: dict[asyncio.AbstractEventLoop, asyncio.Task] = {}  # the next question of `held_version`
-        self._asking: dict[asyncio.AbstractEventLoop, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._session: aiohttp.ClientSession | None = None  # of the background loop
+        self._unsent: asyncio.Task | None = None  # the next question of `held_version`
+        self._asking = asyncio.Lock()
         self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         allow_many_open_files()
 
@@ -141,48 +117,29 @@ class ServerConnection:
         """The token ids that every request forbids; empty for a text-only model."""
         return reader_of(self.tokenizer).unsampled if self.reads_images else []
 
-    # -- control calls (synchronous) --
-
     def request(
-        self,
-        method: str,
-        path: str,
-        timeout: float = 60.0,
-        read: Callable[[Any], Any] | None = lambda answer: answer,
-        **kwargs,
+        self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] | None = None, **kwargs
     ) -> Any:
-        """Send one control request. Returns `read` of the JSON answer, or its text if `read` is None.
+        """Send one control request. Returns `read` of the JSON answer, or nothing without it.
 
         Raises `ServerError`, or `ServerLost` if the server may come back: no connection, no answer within `timeout`
         seconds, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
-        loop = background_loop(CONTROL_THREAD)
-        future = asyncio.run_coroutine_threadsafe(self._call(method, url, timeout, kwargs), loop)
         try:
-            status, body = future.result()
+            status, body = run_async(self._call(method, url, timeout, kwargs), thread=CONTROL_THREAD)
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = error_line(error) if str(error) else f"no complete answer within {timeout:g} s"
-            never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
-            if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
-                raise ServerError(f"{method} {url}: {problem}. No server can be reached at this address.") from error
             raise ServerLost(f"{method} {url}: {problem}. Is the {self.engine.title} server running?") from error
-        except BaseException:
-            future.cancel()
-            raise
-        self._reached = True
         text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
             kind = ServerLost if status == 429 or status >= 500 else ServerError
-            raise kind(f"{method} {url}: {status} {text[:2000]}{self.engine.advice(status, path)}")
-        if read is None:
-            return text
+            raise kind(f"{method} {url}: {status} {text[:2000]}.{self.engine.advice(status)}")
         try:
-            return read(json.loads(body) if body else {})
-        except BadAnswer as error:
-            raise ServerError(f"{method} {url}: {error}.") from None
-        except (ValueError, LookupError, TypeError):
-            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.engine.no_answer}") from None
+            return read and read(json.loads(text or "{}"))
+        except (ValueError, LookupError, TypeError) as error:
+            problem = f"{status} {text[:300]!r}.{self.engine.advice(200)}"
+            raise ServerError(f"{method} {url}: {error if isinstance(error, BadAnswer) else problem}") from None
 
     async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body. `timeout` limits the whole call: a server may send a byte every second for ever."""
@@ -191,10 +148,10 @@ class ServerConnection:
             async with session.request(method, url, **kwargs) as response:
                 return response.status, await response.read()
 
-    def healthy(self) -> bool:
+    def healthy(self, timeout: float = 10.0) -> bool:
         """Whether the server answers its health check now."""
         with suppress(ServerError):
-            self.engine.check_health(self, 10.0)
+            self.engine.check_health(self, timeout)
             return True
         return False
 
@@ -214,8 +171,7 @@ class ServerConnection:
                     ) from None
                 if time.monotonic() - last_notice >= self.NOTICE_SECONDS:
                     last_notice = time.monotonic()
-                    engine = f"{self.engine.article} {self.engine.title}"
-                    logger.warning(f"Waiting up to {left:.0f} more s for {engine} server: {str(error)[:500]}")
+                    logger.warning(f"Waiting up to {left:.0f} more s for a server: {str(error)[:500]}")
             time.sleep(1.0)
 
     @functools.cached_property
@@ -228,9 +184,6 @@ class ServerConnection:
 
     def server_info(self) -> dict[str, Any]:
         return self.engine.info(self)
-
-    def settings(self) -> dict[str, Any]:
-        return self.engine.settings(self)
 
     def weight_version(self) -> str:
         """The weight version that the last push set on the server. A restarted server has lost it."""
@@ -250,8 +203,6 @@ class ServerConnection:
         generation = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
         return generation.token_ids, generation.logprobs
 
-    # -- requests of conversations (async) --
-
     @property
     def asked_model(self) -> str:
         """The model name that requests carry."""
@@ -264,9 +215,6 @@ class ServerConnection:
 
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
         """Sample for a payload of `/v1/completions`, and report which versions of the weights may have sampled."""
-        for picture in pictures_in(payload["prompt"]):
-            if "data_uri" not in vars(picture):  # a large one takes long: other conversations go on meanwhile
-                await asyncio.to_thread(lambda picture=picture: picture.data_uri)
         path, body, read, _ = self.engine.ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
         self._open[id(body)] = body
@@ -278,43 +226,42 @@ class ServerConnection:
             return generation
         versions = asked, self.newest_version
         if self.adapter is not None and body["model"] != self.model_card["id"]:
-            versions = (int(body["model"].partition("+")[0].rpartition("-")[2]),) * 2
+            versions = (number_of_version(body["model"]),) * 2
         return dataclasses.replace(generation, policy_versions=versions)
 
     def salt(self) -> dict[str, str]:
         """The cache salt of a request: the name of the last push, and a random one while a push is under way.
 
-        A push drops the server's prefix cache. If that failed silently, a prefix that old weights computed would be
-        reused with new ones, and no logprob would show it. vLLM keeps the prefixes of adapters apart.
+        So no prefix of old weights is reused, even if the server did not drop it. Those of adapters are apart anyway.
         """
         if self.pushed is None or self.adapter is not None:
             return {}
         return {"cache_salt": secrets.token_hex(8) if self.pushing else self.pushed}
 
-    async def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
-            self._sessions[loop] = aiohttp.ClientSession(
+    def _http(self) -> aiohttp.ClientSession:
+        """The session of the background loop, on which requests of conversations run. To be called there."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
                 # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )
-        return self._sessions[loop]
+        return self._session
 
-    async def _post(
-        self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: answer
-    ) -> Any:
+    async def _post(self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
+        return await run_on_thread(self._post_again(path, payload, read), LOOP_THREAD)
+
+    async def _post_again(self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
         """POST a request. Returns `read` of the JSON answer.
 
-        The request is sent again, with backoff, after a connection error, 429, 5xx or a timeout, until
-        `self.timeout` seconds after its first failure. It is also sent again after an answer that is not JSON, or that
-        `read` rejects with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row.
+        It is sent again, with backoff, until `self.timeout` seconds after its first failure (no connection, 429, 5xx,
+        a timeout), or until `BAD_ANSWERS` in a row are no JSON, or none for `read`.
         """
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
             try:
-                async with (await self._session()).post(url, json=payload) as response:
+                async with self._http().post(url, json=payload) as response:
                     if response.status == 200:
                         return read(json.loads(await response.read()))
                     problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
@@ -322,7 +269,7 @@ class ServerConnection:
                         # The server restarted, which `gather_proven` finds out; or a newer adapter took its place.
                         payload["model"] = self.adapter
                     elif response.status not in (429, 500, 502, 503, 504):
-                        raise ServerError(f"POST {url}: {problem}{self.engine.advice(response.status, path)}")
+                        raise ServerError(f"POST {url}: {problem}.{self.engine.advice(response.status)}")
             except aiohttp.ClientError as error:
                 problem = error_line(error)
             except TimeoutError:
@@ -340,10 +287,7 @@ class ServerConnection:
             give_up = give_up or time.monotonic() + self.timeout
             left = give_up - time.monotonic()
             if left <= 0:
-                alone = " The server answers other requests." * (await asyncio.to_thread(self.healthy))
-                raise ServerLost(
-                    f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s.{alone}"
-                )
+                raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s.")
             self.retries += 1
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
@@ -351,10 +295,7 @@ class ServerConnection:
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them.
-
-        Returns per conversation `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
-        """
+        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them."""
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
         if self.tokenizer is None:
@@ -364,52 +305,45 @@ class ServerConnection:
         rendering = {"add_generation_prompt": True, "return_dict": False}
         rendering |= params.pop("chat_template_kwargs", None) or {}
         rendering |= {key: params.pop(key) for key in ("reasoning_effort",) if key in params}
-
-        async def answer(messages: list[dict[str, str]]) -> dict[str, Any]:
-            prompt_ids = self.tokenizer.apply_chat_template(messages, **rendering)
-            limit = next(filter(None, limits), self.max_model_len - len(prompt_ids))
-            generation = await self.generate(prompt_ids, limit, params)
-            return {
+        prompts = [self.tokenizer.apply_chat_template(messages, **rendering) for messages in messages_list]
+        limit = next(filter(None, limits), None)
+        asked = [self.generate(ids, limit or self.max_model_len - len(ids), params) for ids in prompts]
+        return [
+            {
                 "text": self.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
                 "token_ids": generation.token_ids,
                 "logprobs": generation.logprobs,
                 "prompt_ids": prompt_ids,
                 "finish_reason": generation.finish_reason,
             }
-
-        async def answer_all() -> list[dict[str, Any]]:
-            return await gather_all([answer(messages) for messages in messages_list])
-
-        return run_async(answer_all())
+            for prompt_ids, generation in zip(prompts, run_async(gather_all(asked)))
+        ]
 
     async def held_version(self) -> str | None:
         """The version of the weights that the server holds; None if it does not answer.
 
         All callers share a request that is sent after their calls. One at a time is under way.
         """
-        loop = asyncio.get_running_loop()
-        if loop not in self._unsent:
-            self._unsent[loop] = loop.create_task(self._ask_version(loop))
-        return await asyncio.shield(self._unsent[loop])
 
-    async def _ask_version(self, loop: asyncio.AbstractEventLoop) -> str | None:
+        async def share() -> str | None:
+            self._unsent = self._unsent or asyncio.create_task(self._ask_version())
+            return await asyncio.shield(self._unsent)
+
+        return await run_on_thread(share(), LOOP_THREAD)
+
+    async def _ask_version(self) -> str | None:
         url, timeout = f"{self.base_url}{self.engine.WEIGHTS}", aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
-        async with self._asking[loop]:
-            del self._unsent[loop]  # who comes from here on asks anew
+        async with self._asking:
+            self._unsent = None  # who comes from here on asks anew
             try:
-                async with (await self._session()).get(url, timeout=timeout) as response:
+                async with self._http().get(url, timeout=timeout) as response:
                     return (await response.json())["weight_version"] if response.status == 200 else None
             except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
                 return None
 
     def close(self) -> None:
         """Close the connections. A later request opens new ones."""
-
-        async def close_session() -> None:
-            if session := self._sessions.pop(asyncio.get_running_loop(), None):
-                await session.close()
-
-        with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
-            run_async(close_session(), timeout=5.0)
-        for loop in list(self._sessions):  # of the caller's own loops, which may be closed
-            close_on(loop, self._sessions.pop(loop).close())
+        session, self._session = self._session, None
+        if session is not None:
+            with suppress(TimeoutError):  # a tool or reward may block the loop for ever
+                run_async(session.close(), timeout=5.0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from mt_grpo.base.event_loop import background_loop, gather_all, start_in_background
+from mt_grpo.base.event_loop import LOOP_THREAD, background_loop, gather_all, start_in_background
 from mt_grpo.rollout import Generation, hash_of_ids
 
 
@@ -38,13 +38,10 @@ class ServeSession:
         self.batches: queue.Queue = queue.Queue()
 
     def flush(self) -> None:
-        """Put all waiting requests into `batches`, in rollout order, if every open conversation waits.
-
-        A conversation may have several requests at the same time, and may have abandoned one.
-        """
+        """Put all waiting requests into `batches`, in rollout order, if every open conversation waits."""
         if len(self.waiting) < self.open:
             return
-        self.waiting = [request for request in self.waiting if not request[3].done()]
+        self.waiting = [request for request in self.waiting if not request[3].done()]  # one may be abandoned
         if self.waiting and len({request[0] for request in self.waiting}) == self.open:
             self.batches.put(sorted(self.waiting, key=lambda request: request[0]))
             self.waiting = []
@@ -78,10 +75,9 @@ class InProcessBackend:
     """A backend on TRL's own generation (transformers, continuous batching, colocated vLLM).
 
     A batch is generated as soon as all open conversations wait for tokens. Its requests are in rollout order, so that
-    samples do not depend on how long a tool took. `serve` generates in the calling thread, where collectives are
-    allowed. `generate_batch` returns lists of token ids and logprobs (or None); `is_end` says whether an id ends a
-    turn; `any_rank` says whether a flag is set on any rank, and is None unless generation is collective (ZeRO-3,
-    FSDP). Then every rank generates in every round; a rank without requests uses a dummy prompt.
+    samples do not depend on how long a tool took. `generate_batch` returns lists of token ids and logprobs (or None);
+    `any_rank` says whether a flag is set on any rank, and is None unless generation is collective (ZeRO-3, FSDP). Then
+    every rank generates in every round; a rank without requests uses a dummy prompt.
     """
 
     def __init__(
@@ -90,9 +86,7 @@ class InProcessBackend:
         is_end: Callable[[int], bool],
         any_rank: Callable[[bool], bool] | None = None,
     ):
-        self._generate_batch = generate_batch
-        self._is_end = is_end
-        self._any_rank = any_rank
+        self._generate_batch, self._is_end, self._any_rank = generate_batch, is_end, any_rank
         self.collective = any_rank is not None  # if true, no rank may stop while other ranks generate
         self._session: ServeSession | None = None
 
@@ -106,11 +100,7 @@ class InProcessBackend:
         return await future
 
     async def aside(self, awaitable: Awaitable) -> Any:
-        """Await something that another conversation will do. Meanwhile batches are generated without this one.
-
-        Without it both would wait: this one for the other, and the other's batch for this one. The conversation must
-        not request tokens meanwhile.
-        """
+        """Await something that another conversation will do. Meanwhile batches are generated without this one."""
         session = self._session
         session.open -= 1
         session.flush()
@@ -136,7 +126,7 @@ class InProcessBackend:
                     return running.result()
                 generations = self._run(batch or [(0, [0], 1, None)])  # dummy: other ranks still generate
                 if batch:
-                    background_loop().call_soon_threadsafe(self._deliver, batch, generations)
+                    background_loop(LOOP_THREAD).call_soon_threadsafe(self._deliver, batch, generations)
         finally:
             running.cancel()
 

@@ -1,12 +1,11 @@
 """Requests for samples, validation of their answers, and the names of the weights that sampled them.
 
-vLLM samples after ids at `/v1/completions`. After ids with images it does so at another address, which also reports
-what it read. There an image has one placeholder, which vLLM replaces with as many as the image has tokens.
+vLLM samples after ids at `/v1/completions`, and after ids with images at `GENERATE`, which also reports what it read.
+There an image has one placeholder, which vLLM replaces with as many as the image has tokens.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,56 +56,48 @@ def read_completion(
         choice = answer["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         num_read, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
-    except (KeyError, IndexError, TypeError):
-        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-    if type(token_ids) is not list or type(logprobs) is not list:
-        raise BadAnswer(f"token_ids and logprobs are {type(token_ids)} and {type(logprobs)}, expected lists")
-    if wrong := [value for value in token_ids if not_an_id(value, vocab_size)]:
-        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
-        raise BadAnswer(f"{len(wrong)} of {len(token_ids)} token ids are invalid: {str(wrong[:5])[:100]}{among}")
-    finite = all(isinstance(value, int | float) and -1e9 < value < 1e-3 for value in logprobs)  # 0 up to rounding
-    if not 0 < len(token_ids) == len(logprobs) or not finite:
-        raise BadAnswer(f"{len(token_ids)} ids do not match {len(logprobs)} logprobs {logprobs[:5]}...")
-    if num_read != num_prompt_tokens:
-        raise BadAnswer(
-            f"the server read {num_read} prompt tokens, expected {num_prompt_tokens}: the prompt was changed"
-        )
-    if len(token_ids) > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
-        raise BadAnswer(
-            f"got {len(token_ids)} ids, expected at most {max_tokens}, with finish_reason={finish_reason!r}"
-        )
-    prompt_ids = choice.get("prompt_token_ids")
-    try:
+        prompt_ids = choice.get("prompt_token_ids")
         saw = None if prompt_ids is None else hash_of_ids(prompt_ids)
-    except (TypeError, OverflowError, ValueError):
-        raise BadAnswer(f"prompt_token_ids are not token ids: {str(prompt_ids)[:100]}") from None
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    valid = (
+        type(token_ids) is type(logprobs) is list
+        and 0 < len(token_ids) == len(logprobs) <= max_tokens
+        and not any(not_an_id(token, vocab_size) for token in token_ids)
+        and all(isinstance(value, int | float) and -1e9 < value < 1e-3 for value in logprobs)  # 0 up to rounding
+        and num_read == num_prompt_tokens  # else the prompt was changed
+        and finish_reason in ("stop", "length")  # `abort`: a pause or a shutdown
+    )
+    if not valid:
+        raise BadAnswer(
+            f"ids {str(token_ids)[:200]} with logprobs {str(logprobs)[:200]} after {num_read} prompt tokens, "
+            f"finish_reason={finish_reason!r}; expected 1 to {max_tokens} ids below {vocab_size} with a logprob each "
+            f"after {num_prompt_tokens} prompt tokens, and 'stop' or 'length'"
+        )
     return Generation(token_ids, logprobs, finish_reason, saw)
 
 
 def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-    """Build the request for a payload of `/v1/completions`, whose prompt may have image ids.
-
-    Its answer is read as a `Generation` with ids below `vocab_size`. INVARIANT: every request of a model that reads
-    images forbids the ids `unsampled`, as `forbid` does when logprobs are computed.
-    """
+    """Build the request for a payload of `/v1/completions`, whose prompt may have image ids."""
+    # INVARIANT: every request of a model that reads images forbids the ids `unsampled`, as `forbid` does in passes.
     prompt, limit = payload["prompt"], payload["max_tokens"]
-    if unsampled:
-        payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
+    payload = forbidding(payload, unsampled)
     if not any(map(is_picture, prompt)):
         return Question(COMPLETIONS, payload, lambda answer: read_completion(answer, len(prompt), limit, vocab_size))
     return Question(GENERATE, generate_body(payload), lambda answer: read_generated(answer, prompt, limit, vocab_size))
 
 
-def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[int, float]:
-    """The `logit_bias` of a request, with these ids forbidden."""
+def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[str, Any]:
+    """A payload in which these ids are forbidden."""
     own = {int(token): bias for token, bias in (payload.get("logit_bias") or {}).items()}
-    return own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)
+    return {**payload, "logit_bias": own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)} if unsampled else payload
 
 
-def ask_for_prompt(payload: dict[str, Any]) -> Question:
-    """Build the request for a prompt's logprobs. Its answer is read as one logprob per id of `prompt[1:]`."""
+def ask_for_prompt(payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
+    """Build the request for the logprobs of `prompt[1:]`, to one engine (`rank`) or to any."""
     prompt, payload = payload["prompt"], {**payload, "prompt_logprobs": 0}
     has_images = any(map(is_picture, prompt))
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
 
     def read(answer: dict[str, Any]) -> list[float]:
         if has_images:
@@ -116,8 +107,8 @@ def ask_for_prompt(payload: dict[str, Any]) -> Question:
         return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)]
 
     if not has_images:
-        return Question(COMPLETIONS, payload, read)
-    return Question(GENERATE, generate_body({**payload, "return_token_ids": True}), read)
+        return Question(COMPLETIONS, payload, read, headers)
+    return Question(GENERATE, generate_body({**payload, "return_token_ids": True}), read, headers)
 
 
 def once_per_image(prompt: list[int]) -> list[int]:
@@ -152,14 +143,13 @@ def read_generated(
         choice = answer["choices"][0]
         entries = choice["logprobs"]["content"]
         sampled, logprobs = [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
-        if sampled != choice["token_ids"]:
-            raise BadAnswer(f"logprobs belong to the ids {sampled[:5]}..., expected {choice['token_ids'][:5]}...")
-        usage = {"prompt_tokens": len(answer["prompt_token_ids"])}
-    except (KeyError, IndexError, TypeError):
+    except (LookupError, TypeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-    choice = {**choice, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": None}
-    generation = read_completion({"choices": [choice], "usage": usage}, len(prompt), max_tokens, vocab_size)
-    return dataclasses.replace(generation, saw=hash_of_ids(prompt))
+    if sampled != choice.get("token_ids"):
+        raise BadAnswer(f"logprobs belong to the ids {sampled[:5]}..., expected {str(choice.get('token_ids'))[:50]}")
+    choice = {**choice, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": prompt}
+    usage = {"prompt_tokens": len(answer["prompt_token_ids"])}
+    return read_completion({"choices": [choice], "usage": usage}, len(prompt), max_tokens, vocab_size)
 
 
 def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
@@ -174,31 +164,27 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
     except (KeyError, TypeError):
         raise BadAnswer(f"the answer does not say what the server read: {str(answer)[:500]}") from None
     if places != expected:
-        raise BadAnswer(
-            f"the server reads images at {places}, expected {expected}. If the lengths differ, so do the settings "
-            "(such as max_pixels): start the server with the model's own, without --mm-processor-kwargs. If only the "
-            "offsets differ, the server has another tokenizer"
-        )
+        how = "Start it with the model's own tokenizer and image settings, without --mm-processor-kwargs"
+        raise BadAnswer(f"the server reads images at {places}, expected {expected}. {how}")
     if ids != with_placeholders(prompt):
         raise BadAnswer("the server read ids that are not the prompt's")
 
 
-# -- names of weights --
-
-
 def tagged(version: str, lineage: int) -> str:
-    """The name of a weight version on one server, such as `3f2a-7+2`, with how often this server restarted before.
-
-    Without it, a server that restarts and gets its weights between two questions would pass for one that never did.
-    """
+    """The name of a weight version on one server, such as `3f2a-7+2`, with how often this server restarted before."""
     return f"{version}+{lineage}" if lineage else version
+
+
+def number_of_version(name: str) -> int | None:
+    """The number in the name of a weight version, such as 7 of `3f2a-7+2`; None if it has none."""
+    number = name.partition("+")[0].rpartition("-")[2]
+    return int(number) if "-" in name and number.isdecimal() else None
 
 
 def continues(held: str | None, version: str, lineage: int) -> bool | None:
     """Whether a server that reports `held` had only weights of this run since `version` was pushed to it.
 
-    None: it cannot be told now. The server does not answer (`held` is None), a push is under way, or rank 0 knows of a
-    restart that this rank will hear of at the end of the push.
+    None: it cannot be told before the end of a push, of which rank 0 may know a restart; or `held` is None.
 
     >>> continues("3f2a-7", "3f2a-7", 0), continues("3f2a-9", "3f2a-7", 0), continues("3f2a-6", "3f2a-7", 0)
     (True, True, False)
@@ -210,8 +196,9 @@ def continues(held: str | None, version: str, lineage: int) -> bool | None:
     if held is None:
         return None
     name, _, restarts = held.removeprefix("loading-").partition("+")
-    (run, _, number), (own_run, _, own_number) = name.rpartition("-"), version.rpartition("-")
-    later = run == own_run and number.isdecimal() and own_number.isdecimal() and int(number) >= int(own_number)
+    same_run = name.rpartition("-")[0] == version.rpartition("-")[0]
+    number, own_number = number_of_version(name), number_of_version(version)
+    later = same_run and number is not None and own_number is not None and number >= own_number
     if not (name == version or later):
         return False
     known = int(restarts) if restarts.isdecimal() else 0

@@ -77,8 +77,7 @@ class Route:
                 if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
                     raise  # the conversation itself is cancelled
             except ServerError as error:
-                is_last = pool.joined in ([], [number])
-                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
+                if pool.joined == [number]:
                     raise
                 pool.leave(number, error)
             finally:
@@ -89,12 +88,10 @@ class Route:
 async def gather_proven(pool: ServerPool, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
     """Return the results that provably come from the weights `version` or later ones, and None for all others.
 
-    A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
-    reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
-    so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
-    server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. If
-    no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
-    loads gives none.
+    A result is proven if each server that sampled for it reports, after its last answer, a version that `continues`
+    this one: a restarted server has none. A server that reports another is lost, and so is one that is silent
+    `pool.LOST_AFTER` times in a row, if there is another one. A conversation of a lost server goes on at another one,
+    unless something that it sampled is unproven: then it is cancelled.
 
     Raises the first error of a conversation, and `ServerLost` if no version comes within `timeout` after all results.
     """
@@ -139,7 +136,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
                     confirmed[n, lineages[n]] = asked
                 elif holds is False:
                     pool.leave(n, f"it restarted and holds the weights {answer!r} instead of {version!r}.")
-                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
+                elif misses[n] >= pool.LOST_AFTER and pool.joined != [n]:
                     pool.leave(n, f"it did not answer {misses[n]} times in a row.")
             kept = {(n, pool.servers[n].lineage) for n in pool.joined}
             for index in range(len(tasks)):
@@ -161,13 +158,9 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
 
 
 class ServerPool:
-    """One or several servers with the same model as one backend. Conversations go to servers that hold the weights.
+    """One or several servers with the same model as one backend. A lost one joins again with the next push."""
 
-    A lost server is left out, and joins again with the next push of weights. The background loop reads `joined` and
-    leaves servers while the main thread pushes. So the lists are replaced under a lock, and never changed in place.
-    """
-
-    RETRY_SECONDS = 30.0  # before a server that was left out is asked again
+    BACK_SECONDS = 2.0  # of a push, in which a server that was left out may say that it is back
     LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
     WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
@@ -175,7 +168,9 @@ class ServerPool:
         self.servers, self.instance = list(servers), secrets.token_hex(4)  # the latter is in the names of pushes
         self.base_url = ", ".join(server.base_url for server in servers)  # for messages, as is the title
         self.title = servers[0].engine.title
-        # The servers that hold the weights, the same on all ranks after a push. Conversations go to these alone.
+        self.tokenizer = servers[0].tokenizer
+        # The servers that hold the weights, the same on all ranks after a push. Conversations go to these alone. The
+        # background loop leaves some while the main thread pushes: the lists are replaced under a lock, as a whole.
         self.joined = list(range(len(servers)))
         # Those that get the weights with the push that is under way, on rank 0. INVARIANT: no conversation is routed
         # to them: until the push is over they hold a new process's weights.
@@ -183,24 +178,17 @@ class ServerPool:
         self.complete = False  # whether all servers held the first weights; before that no server may be missing
         self.requests: list[set] = [set() for _ in servers]  # in flight, as tasks
         self.load = [0] * len(servers)  # this process's open conversations
-        self._not_before: dict[int, float] = {}  # of servers that were left out: when they may be asked again
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
 
-    # -- the interface of a client --
-
     @property
-    def tokenizer(self) -> Any:
-        return self.servers[0].tokenizer
+    def transfer(self) -> Any:  # of the first server, which writes the weights once for all servers
+        return self.servers[0].transfer
 
     @property
     def max_model_len(self) -> int:
         """The shortest context of all servers, in tokens."""
         return min(server.max_model_len for server in self.servers)
-
-    @property
-    def transfer(self) -> Any:  # of the first server, which writes the weights once for all servers
-        return self.servers[0].transfer
 
     @property
     def retries(self) -> int:
@@ -215,8 +203,6 @@ class ServerPool:
     def close(self) -> None:
         for server in self.servers:
             server.close()
-
-    # -- conversations --
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
@@ -242,38 +228,30 @@ class ServerPool:
         """Run conversations in the background, each proven to come from the weights `version` (`gather_proven`)."""
         return start_in_background(gather_proven(self, version, routes, conversations))
 
-    # -- which servers hold the weights --
-
     @property
     def members(self) -> list[int]:
         """The servers that get pushes: those that hold the weights, and those that join. A single one always does."""
         return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
 
     def leave(self, number: int, why: Any, joining: bool = False) -> None:
-        """Leave a server out, for the reason `why`. Its open requests are cancelled, and then sent to another one.
-
-        A joining one is left only if `joining` is set. A conversation's watch does not: it knows the old process.
-        """
+        """Leave a server out, or one that is joining if `joining` is set. Its open requests go to another one."""
         with self._lock:
             if number not in (self.members if joining else self.joined):
                 return
-            self._move([number])
-            self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
+            self._move({number})
             left = len(self.members)
         if len(self.servers) > 1:
-            rest = f"continues with {left} of {len(self.servers)} servers" if left else "waits for a server"
             logger.warning(
-                f"The {self.title} server at {self.servers[number].base_url} is left out. The run {rest}, and tries "
-                f"this one again in {self.RETRY_SECONDS:g} s. Reason: {str(why)[:500]}"
+                f"The {self.title} server at {self.servers[number].base_url} is left out until a push finds it again. "
+                f"The run has {left} of {len(self.servers)} servers. Reason: {str(why)[:500]}"
             )
 
-    def _move(self, numbers: list[int], joining: bool = False) -> None:
+    def _move(self, numbers: set[int], joining: bool = False) -> None:
         """Take servers out of both lists, or into `joining`. Their open requests are cancelled. Under the lock."""
         self.joined = [n for n in self.joined if n not in numbers]
-        self.joining = sorted({n for n in self.joining if n not in numbers} | set(numbers if joining else []))
-        for number in numbers:
-            for request in list(self.requests[number]):
-                request.get_loop().call_soon_threadsafe(request.cancel)
+        self.joining = sorted({*self.joining} - numbers | (numbers if joining else set()))
+        for request in [request for number in numbers for request in list(self.requests[number])]:
+            request.get_loop().call_soon_threadsafe(request.cancel)
 
     def admit(self) -> list[int]:
         """Admit the joining servers, which have the weights now. Returns all that hold the weights. On rank 0."""
@@ -281,13 +259,11 @@ class ServerPool:
             self.joined, self.joining = self.members, []
             return self.joined
 
-    async def another_answers(self) -> bool:
-        """Whether a server that was left out reports which weights it holds."""
-        others = [server for number, server in enumerate(self.servers) if number not in self.joined]
-        return any(held is not None for held in await asyncio.gather(*(server.held_version() for server in others)))
+    def ask(self, question: Callable[[Any], Any], numbers: list[int] | None = None) -> dict[int, Any]:
+        """Call `question` for these servers, or all members, at the same time. Returns number -> answer.
 
-    def ask(self, question: Callable[[Any], Any]) -> dict[int, Any]:
-        """Call `question` for all members at the same time. Returns number -> answer (`without_errors`)."""
+        Servers with an error are left out. Raises it if no server remains, or before all have held the first weights.
+        """
 
         def answer(number: int) -> Any:
             try:
@@ -295,16 +271,13 @@ class ServerPool:
             except ServerError as error:
                 return error
 
-        numbers = self.members
+        numbers = self.members if numbers is None else numbers
         if not numbers:
             raise ServerLost(f"None of the {self.title} servers at {self.base_url} answers. See their logs.")
         return self.without_errors(dict(zip(numbers, at_once(answer, numbers))))
 
     def without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
-        """The answers that are not errors. Servers with an error are left out.
-
-        Raises the error if no server remains, or before all of them have held the first weights.
-        """
+        """The answers that are not errors. Servers with an error are left out, as in `ask`."""
         errors = {number: answer for number, answer in answers.items() if isinstance(answer, ServerError)}
         if errors and (len(errors) == len(answers) or not self.complete):
             raise next(iter(errors.values()))
@@ -313,16 +286,20 @@ class ServerPool:
         return {number: answer for number, answer in answers.items() if number not in errors}
 
     def find_restarted(self, held: str | None) -> bool:
-        """Whether any server holds other weights than `held`: it restarted, or is back.
+        """Whether any server holds other weights than `held`: it restarted, or is back. It joins with this push.
 
-        Such servers join with this push, and begin a new lineage: their unproven samples are lost. For rank 0.
+        It begins a new lineage: its unproven samples are lost. For rank 0.
         """
-        new = self._find_back()
+        away = [n for n in range(len(self.servers)) if n not in self.members]
+        healthy = at_once(lambda n: self.servers[n].healthy(self.BACK_SECONDS), away)
+        back = {n for n, is_healthy in zip(away, healthy) if is_healthy}
+        for number in back:
+            logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
         with self._lock:
-            self._move(new, joining=True)
+            self._move(back, joining=True)
         versions = self.ask(lambda server: server.weight_version())
-        new += [n for n in versions if held is None or versions[n] != tagged(held, self.servers[n].lineage)]
-        new = sorted(set(new) & set(versions))
+        new = {n for n in versions if held is None or versions[n] != tagged(held, self.servers[n].lineage)}
+        new |= back & versions.keys()
         with self._lock:  # the lineage is new before a conversation may go there, and after none does
             self._move(new, joining=True)
             for number in new:
@@ -331,35 +308,15 @@ class ServerPool:
             self.servers[number].transfer.forget_restarted()
         return bool(new)
 
-    def _find_back(self) -> list[int]:
-        """The servers that were left out, and answer."""
-        now, members = time.monotonic(), self.members
-        away = [n for n in range(len(self.servers)) if n not in members and self._not_before.get(n, 0.0) <= now]
-        back = [n for n, healthy in zip(away, at_once(lambda n: self.servers[n].healthy(), away)) if healthy]
-        self._not_before.update(dict.fromkeys(away, now + self.RETRY_SECONDS))
-        for number in back:
-            logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
-        return back
-
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait until all servers are healthy; once all have held the first weights, until any of them is."""
-        self._not_before.clear()
-        if not self.complete or len(self.servers) == 1:
-            for server in self.servers:
-                server.wait_until_healthy(unless)
-            return
-        began, last_notice, first = time.monotonic(), float("-inf"), self.servers[0]
-        while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
-            left = began + first.timeout - time.monotonic()
-            if left <= 0:
-                where = f"{self.title} servers at {self.base_url}"
-                raise ServerError(f"None of the {where} answers after {first.timeout:g} s. See their logs.")
-            if time.monotonic() - last_notice >= first.NOTICE_SECONDS:
-                last_notice = time.monotonic()
-                logger.warning(f"Waiting up to {left:.0f} more s for one of {self.base_url}.")
-            time.sleep(1.0)
+        healthy: list[Any] = []
 
-    # -- what a push of weights needs; called on rank 0 --
+        def wait(server: Any) -> None:
+            server.wait_until_healthy(lambda: unless() or (self.complete and healthy))
+            healthy.append(server)
+
+        self.ask(wait, list(range(len(self.servers))))
 
     def weight_version(self) -> str:
         """The versions that all servers hold, each without its server's lineage: one, if they hold the same."""
@@ -368,22 +325,19 @@ class ServerPool:
 
     def check_settings(self) -> None:
         """Compare the servers' settings with each other and with those from before a restart."""
-        answers = self.ask(lambda server: server.settings())
-        how = "restarted with" if self._settings else "has"
+        answers = self.ask(lambda server: server.engine.settings(server))
         self._settings = self._settings or next(iter(answers.values()))
         for number, settings in answers.items():
             if other := [
                 f"{k}={settings[k]!r}, expected {v!r}" for k, v in self._settings.items() if settings[k] != v
             ]:
-                answers[number] = ServerError(
-                    f"The {self.title} server at {self.servers[number].base_url} {how} {'; '.join(other)}. Start all "
-                    "servers with the same settings, which stay the same in a run."
-                )
+                where = f"The {self.title} server at {self.servers[number].base_url}"
+                answers[number] = ServerError(f"{where} has {'; '.join(other)}. Start all servers alike.")
         self.without_errors(answers)
 
     def dtype(self) -> str:
         """The dtype in which the servers compute, such as `torch.bfloat16`."""
-        return next(iter(self.ask(lambda server: server.settings()["dtype"]).values()))
+        return next(iter(self.ask(lambda server: server.engine.settings(server)["dtype"]).values()))
 
     def update_weights(
         self,
@@ -406,7 +360,3 @@ class ServerPool:
     def samples(self, token_ids: list[int], max_tokens: int) -> dict[int, tuple[list[int], list[float]]]:
         """Server number -> (ids, logprobs) that it samples after `token_ids` (`ServerConnection.sample_behind`)."""
         return self.ask(lambda server: server.sample_behind(token_ids, max_tokens))
-
-    def refuse(self, problems: dict[int, ServerError]) -> None:
-        """Leave out servers whose weights are wrong. Raises a problem if none remains, or at the first push."""
-        self.without_errors({**dict.fromkeys(self.members), **problems})

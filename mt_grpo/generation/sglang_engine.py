@@ -1,17 +1,6 @@
 """SGLang as an engine, through its native API. `/generate` takes ids, and reports which weights sampled each token.
 
-What hurts there was measured with 0.5.23:
-
-- An id outside the vocabulary ends the process. So ids are compared with the vocabulary before they are sent.
-- A file of weights that cannot be read ends the process: it goes back to its old weights by reading the same file.
-  A push gives it a folder whose files are whole.
-- An image's tokens are filled in by the server. Ids that have them already are never answered.
-- Ids next to images are decoded, and the text is tokenised again, unless `SGLANG_MM_AVOID_RETOKENIZE=1`. So each
-  answer says what was read, and it is compared.
-- What the vision tower computed outlives new weights, unless `SGLANG_VLM_CACHE_SIZE_MB=0`.
-- Logprobs are of the distribution before top_p, top_k and min_p have truncated it.
-- A weight of another name than a checkpoint's files have ends the process, or is left out with a warning in its log.
-- `/health` samples a token: in a pause it does not answer, and the server then counts as sick.
+docs/cluster.md has a list of what hurts there, and what is done against it.
 """
 
 from __future__ import annotations
@@ -19,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +19,29 @@ from mt_grpo.generation.samples import (
     Question,
     forbidding,
     not_an_id,
+    number_of_version,
     once_per_image,
     read_completion,
 )
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.images.pictures import is_picture, pictures_in, with_placeholders
-from mt_grpo.rollout import Generation, hash_of_ids
+from mt_grpo.rollout import Generation
 
-# SGLang's names of vLLM's sampling parameters. None: SGLang needs no such parameter.
-SGLANG_NAMES: dict[str, str | None] = {
-    **{
-        key: key
-        for key in (
-            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "stop", "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens",
-            "spaces_between_special_tokens",
-        )
-    },
-    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": None, "logprobs": None,
-    "return_token_ids": None, "include_stop_str_in_output": None, "prompt": None, "model": None, "user": None,
-}  # fmt: skip
-OF_THE_REQUEST = {"cache_salt": "extra_key"}
+# Sampling parameters that SGLang has, those that it calls otherwise, and what it does not need.
+OF_BOTH = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
+    "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+UNUSED = "n", "logprobs", "return_token_ids", "include_stop_str_in_output", "prompt", "model", "user", "cache_salt"
 CUT_BEHIND_LOGPROBS = "top_p", "top_k", "min_p"  # they change what is sampled, and not the logprobs
 
 
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
     """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`. A `seed` is not honoured there."""
-    if unknown := sorted(payload.keys() - SGLANG_NAMES.keys() - OF_THE_REQUEST.keys()):
+    if unknown := sorted(payload.keys() - {*OF_BOTH, *RENAMED, *UNUSED}):
         raise ValueError(f"generation_kwargs: an SGLang server does not support {unknown[0]!r}. Remove it.")
-    params = {SGLANG_NAMES[key]: value for key, value in payload.items() if SGLANG_NAMES.get(key)}
+    params = {RENAMED.get(key, key): value for key, value in payload.items() if key not in UNUSED}
     if params.get("top_k") == 0:  # all ids
         params["top_k"] = -1
     if "logit_bias" in params:
@@ -77,56 +61,44 @@ def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
 def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
     """The oldest and the newest weight version that sampled a token of an answer. None: no push named them."""
     names = [span["version"] for span in meta["weight_versions"] if span["end"] > span["start"]]
-    numbers = [name.partition("+")[0].rpartition("-")[2] for name in names if "-" in name]
-    if not names or len(numbers) < len(names) or not all(number.isdecimal() for number in numbers):
-        return None
-    return min(map(int, numbers)), max(map(int, numbers))
+    if any(name.startswith("loading-") for name in names):
+        raise HalfLoaded("the server sampled while it loaded weights, from a push that failed or of another run")
+    numbers = [number_of_version(name) for name in names]
+    return None if not numbers or None in numbers else (min(numbers), max(numbers))
 
 
 def check_what_was_read(seen: Any, prompt: list[int]) -> None:
     """Raise `BadAnswer` unless the server read the ids that were sent, and for each image as many as it has."""
-    if seen == (ids := with_placeholders(prompt)):
-        return
-    if not isinstance(seen, list):
-        raise BadAnswer(f"the answer does not say what the server read: {str(seen)[:100]}")
-    number = next((i for i, (own, other) in enumerate(zip(ids, seen)) if own != other), min(len(ids), len(seen)))
-    raise BadAnswer(
-        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and they first differ at id number {number}. "
-        f"The prompt has {len(pictures_in(prompt))} images: with images start the server with "
-        "SGLANG_MM_AVOID_RETOKENIZE=1, and without image settings of its own"
-    )
+    if seen != (ids := with_placeholders(prompt)):
+        raise BadAnswer(
+            f"the server read the ids {str(seen)[:200]}, expected {str(ids)[:200]}. The prompt has "
+            f"{len(pictures_in(prompt))} images: with images start the server with SGLANG_MM_AVOID_RETOKENIZE=1, and "
+            "without image settings of its own"
+        )
 
 
 def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None) -> Generation:
     """Read the sample in an answer of `/generate`. Raises `BadAnswer` for one that cannot be trained on."""
     try:
-        meta, ids = answer["meta_info"], answer["output_ids"]
+        meta, ids, seen = answer["meta_info"], answer["output_ids"], answer["prompt_token_ids"]
         entries = meta["output_token_logprobs"]
         logprobs, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
         finish, read, versions = meta["finish_reason"]["type"], meta["prompt_tokens"], versions_of_answer(meta)
-        seen = answer["prompt_token_ids"]
-    except (KeyError, IndexError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if ids != named:
         raise BadAnswer(f"logprobs belong to the ids {named[:5]}..., expected {str(ids)[:50]}...")
-    loading = [span for span in meta["weight_versions"] if span["end"] > span["start"]]
-    if any(str(span["version"]).startswith("loading-") for span in loading):
-        raise HalfLoaded("the server sampled while it loaded weights, from a push that failed or of another run")
-    choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
     check_what_was_read(seen, prompt)
-    found = read_completion(
-        {"choices": [choice], "usage": {"prompt_tokens": read}}, len(prompt), max_tokens, vocab_size
-    )
-    return Generation(found.token_ids, found.logprobs, found.finish_reason, hash_of_ids(prompt), versions)
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
+    sample = {"choices": [{**choice, "prompt_token_ids": prompt}], "usage": {"prompt_tokens": read}}
+    return replace(read_completion(sample, len(prompt), max_tokens, vocab_size), policy_versions=versions)
 
 
 class SGLang(VLLM):
     """The requests to an SGLang server that training needs. `VLLM` documents the methods and their arguments."""
 
-    name, title, article = "sglang", "SGLang", "an"
+    name, title, NEEDED = "sglang", "SGLang", ""
     CONTEXT, WEIGHTS, NAMES_OF_FILES = "--context-length", "/model_info", True
-
-    # -- who it is --
 
     def check_health(self, server: Any, timeout: float) -> None:
         server.request("GET", self.WEIGHTS, timeout=timeout, read=lambda answer: answer["weight_version"])
@@ -138,28 +110,22 @@ class SGLang(VLLM):
         # It rejects a prompt of `max_req_input_len` tokens, which is six less than its context, or less if its
         # memory holds less; and it silently truncates `max_new_tokens` beyond a few more.
         context = min(context, int(info["max_req_input_len"]))
-        return {"id": info["served_model_name"], "root": info["model_path"], "max_model_len": context}
+        return {"id": info["served_model_name"], "max_model_len": context}
 
     def version(self, server: Any) -> str:
         return str(server.server_info()["version"])
 
     def info(self, server: Any) -> dict[str, Any]:
-        return server.request("GET", "/server_info")
+        return server.request("GET", "/server_info", read=dict)
 
     def settings(self, server: Any) -> dict[str, Any]:
         info = server.server_info()
-        if info.get("speculative_draft_model_path"):
+        if draft := info.get("speculative_draft_model_path"):
             raise ServerError(
-                f"{server.base_url} was started with a draft model ({info['speculative_draft_model_path']}), which "
-                "would get the policy's weights. Start it without --speculative-draft-model-path."
+                f"{server.base_url} was started with a draft model ({draft}), which would get the policy's weights."
             )
-        return {
-            "model": info["model_path"],
-            "tokenizer": info["tokenizer_path"],
-            "dtype": info["dtype"],
-            "max_model_len": server.model_card["max_model_len"],
-            "quantization": info.get("quantization"),
-        }
+        keys = "model_path", "tokenizer_path", "dtype", "quantization"
+        return {**{key: info.get(key) for key in keys}, "max_model_len": server.model_card["max_model_len"]}
 
     def ranks(self, server: Any) -> list[int | None]:
         count = int(server.server_info()["dp_size"])
@@ -169,25 +135,19 @@ class SGLang(VLLM):
         if not (given := [f"{key}={cuts[key]}" for key in CUT_BEHIND_LOGPROBS if key in cuts]):
             return None
         return (
-            f"returns logprobs from before {', '.join(given)}: they are not those of the sampled distribution, "
-            "which biases the importance-sampling correction. Remove the setting"
+            f"returns logprobs from before {', '.join(given)}, which biases the importance ratio. Remove the setting"
         )
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
 
-    def advice(self, status: int, path: str) -> str:
-        if status in (401, 403):
-            return f"{super().advice(status, path)} It may be its --admin-api-key."
-        return f". {self.no_answer}" if status == 404 else ""
-
-    # -- samples --
-
     def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
         prompt, limit = payload["prompt"], payload["max_tokens"]
-        if unsampled:
-            payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
-        body = {**self._body(payload, vocab_size), "return_logprob": True, "return_prompt_token_ids": True}
+        body = {
+            **self._body(forbidding(payload, unsampled), vocab_size),
+            "return_logprob": True,
+            "return_prompt_token_ids": True,
+        }
         # A server in deterministic mode gives all requests without a seed the same one, and so all rollouts of a group
         # the same tokens.
         body["sampling_params"]["sampling_seed"] = secrets.randbelow(2**31)
@@ -225,12 +185,10 @@ class SGLang(VLLM):
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]
         check_sent_ids(prompt, vocab_size)
-        body = {own: payload[key] for key, own in OF_THE_REQUEST.items() if key in payload}
+        body = {"extra_key": payload["cache_salt"]} if "cache_salt" in payload else {}
         if images := [picture.data_uri for picture in pictures_in(prompt)]:
             body["image_data"] = images
         return {**body, "input_ids": once_per_image(prompt), "sampling_params": sampling_of(payload)}
-
-    # -- weights --
 
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         body = {"new_version": name, "abort_all_requests": False}  # by default all requests end

@@ -6,69 +6,72 @@ Each method asks one server through its client (`ServerConnection`), whose `requ
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
-from mt_grpo.generation.weights import why_server_merges
+from mt_grpo.generation.samples import BadAnswer, ask_for_prompt, ask_for_sample
+from mt_grpo.generation.weights import room_for
+
+FLAGS = "--enable-lora --max-loras {slots} --max-lora-rank {rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+# Before, a load could move adapters of requests in flight to each other's places (vLLM's issue 47724).
+LEAST_VLLM = Version("0.31")
 
 
 class VLLM:
     """The requests to a vLLM server that training needs."""
 
-    name, title, article = "vllm", "vLLM", "a"  # in recipes (`rollout_engine`), and in messages
+    name, title = "vllm", "vLLM"  # in recipes (`rollout_engine`), and in messages
     CONTEXT = "--max-model-len"  # its flag
+    NEEDED = (
+        " Training needs a server with VLLM_SERVER_DEV_MODE=1, for images started with --enable-scale-out (vLLM 0.30 "
+        "or later), and for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+    )
     WEIGHTS = "/weight_info"  # the address that reports which weights it holds
     NAMES_OF_FILES = False  # whether a push has the names of a checkpoint's files, and not those of the modules
 
-    @property
-    def no_answer(self) -> str:
-        """The advice in an error if another service answers at the server's address."""
-        return (
-            f"This answer is not from {self.article} {self.title} server. Check vllm_server_host, vllm_server_port, "
-            "vllm_server_base_url and rollout_engine."
-        )
-
-    # -- who it is --
+    def advice(self, status: int) -> str:
+        """What to do after an answer of this status, which is an error or not one of this engine's."""
+        if status in (401, 403):
+            return " Set VLLM_API_KEY to the key that the server was started with (--api-key, or --admin-api-key)."
+        if status not in (200, 404):
+            return ""
+        keys = "vllm_server_host, vllm_server_port, vllm_server_base_url and rollout_engine"
+        return f" Expected an answer of {self.title}: check {keys}.{self.NEEDED}"
 
     def check_health(self, server: Any, timeout: float) -> None:
         """Raise `ServerError` unless it answers now, also while it is paused."""
         server.request("GET", "/health", timeout=timeout)
 
     def card(self, server: Any) -> dict[str, Any]:
-        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
-
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            card = answer["data"][0]
-            return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
-
-        return server.request("GET", "/v1/models", read=read)
+        """The served model: `id` (its name in requests) and `max_model_len`."""
+        keys = "id", "max_model_len"
+        return server.request("GET", "/v1/models", read=lambda answer: {key: answer["data"][0][key] for key in keys})
 
     def version(self, server: Any) -> str:
         """The engine's version."""
         return server.request("GET", "/version", read=lambda answer: str(answer["version"]))
 
     def info(self, server: Any) -> dict[str, Any]:
-        """Return the arguments that the server was started with, by the engine's names."""
-
+        """The arguments that the server was started with, by the engine's names."""
         params = {"config_format": "json"}
         return server.request("GET", "/server_info", params=params, read=lambda answer: answer["vllm_config"])
 
     def settings(self, server: Any) -> dict[str, Any]:
-        """The settings that determine samples, their length and weight syncs, the same for all servers of a run."""
-        info, keys = server.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
-        backend = (info.get("weight_transfer_config") or {}).get("backend")
-        lora = (info.get("lora_config") or {}).get("max_lora_rank")
-        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
+        """The settings that determine samples and their length, the same for all servers of a run."""
+        config = server.server_info()["model_config"]
+        return {k: config.get(k) for k in ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")}
 
     def ranks(self, server: Any) -> list[int | None]:
         """The data-parallel ranks, `[None]` if there is one. Raises `ServerError` if a push would miss some."""
         config = server.server_info().get("parallel_config") or {}
         if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
+            flags = "--data-parallel-external-lb and --data-parallel-hybrid-lb"
             raise ServerError(
-                f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. "
-                "Start vLLM without them, or start several servers and list them all in vllm_server_base_url."
+                f"{server.base_url}: {flags} are not supported. Start several servers and list them all."
             )
         count = config.get("data_parallel_size", 1)
         return list(range(count)) if count > 1 else [None]
@@ -89,34 +92,21 @@ class VLLM:
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
-        return why_server_merges(server, rank, slots)
+        flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
+        version, info = self.version(server), server.server_info()
+        if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
+            return f"{where} runs vLLM {version}, and loading adapters needs {LEAST_VLLM} or later"
+        if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
+            return f"{where} runs several engines (data parallel)"
+        if not (config := info.get("lora_config") or {}):
+            return f"{where} was started without {flags}"
+        if config["max_lora_rank"] < rank or config["max_loras"] < slots:
+            return f"{where} has no room for {slots} adapters of rank {rank}: start it with {flags}"
+        if (held := server.weight_version()) != "default":
+            return f"{where} holds the weights {held!r} of another run: restart it"
+        return None
 
-    def advice(self, status: int, path: str) -> str:
-        """What to do after an answer of this status, for the end of an error message."""
-        if status in (401, 403):
-            return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
-        if status != 404:
-            return ""
-        if path == GENERATE:
-            return ". Images need a vLLM server started with --enable-scale-out (0.30 or later)."
-        if path == "/v1/load_lora_adapter":
-            return ". Start the vLLM server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
-        if path.startswith(("/v1/", "/health", "/tokenize")):
-            return f". {self.no_answer}"
-        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1."
-
-    # -- samples --
-
-    def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-        """Build the request for one sample, whose answer is read as a `Generation` (`samples.ask_for_sample`)."""
-        return ask_for_sample(payload, vocab_size, unsampled)
-
-    def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
-        """Build the request for the logprobs of `prompt[1:]` at temperature 1, to one rank or to any."""
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        return ask_for_prompt(payload)._replace(headers=headers)
-
-    # -- weights --
+    ask_for_sample, ask_for_prompt = staticmethod(ask_for_sample), staticmethod(ask_for_prompt)
 
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         """Set the name that it reports for its weights. A restarted server has lost it."""
@@ -137,27 +127,26 @@ class VLLM:
 
     def forget(self, server: Any) -> None:
         """Drop the prefix cache, which old weights computed, unless `load` does. Raises `ServerError` if it fails."""
-        answer = server.request("POST", "/reset_prefix_cache")
-        if answer.get("success") is False:  # its status is 200 even then
-            raise ServerError(f"{server.base_url} could not reset its prefix cache. It would reuse old weights' keys.")
+
+        def read(answer: dict[str, Any]) -> None:
+            if answer.get("success") is False:  # its status is 200 even then
+                raise BadAnswer("the prefix cache was not reset, so it would reuse old weights' keys")
+
+        server.request("POST", "/reset_prefix_cache", read=read)
 
     def forget_images(self, server: Any) -> None:
-        """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image.
-
-        The load empties the cache of vLLM's worker alone: its scheduler goes on counting on it, and the engine ends
-        ("Encoder cache miss", vLLM 0.31 and 0.32). A pause of vLLM 0.32 empties both by itself.
-        """
+        """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image."""
+        # The load empties the cache of vLLM's worker alone, and the engine ends ("Encoder cache miss", 0.31 and 0.32).
         if server.reads_images:
-            server.request("POST", "/reset_encoder_cache", read=None)
+            server.request("POST", "/reset_encoder_cache")
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`nccl` if the server was started for it and this process has a GPU, otherwise `disk`."""
-        config = (server.server_info().get("weight_transfer_config") or {}).get("backend")
-        if setting == "nccl" and config != "nccl":
+        config = server.server_info().get("weight_transfer_config") or {}
+        fits = config.get("backend") == "nccl" and not server.sends_credentials
+        if setting == "nccl" and not fits:
             raise ServerError(
-                'weight_sync=nccl needs a vLLM server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
+                'weight_sync=nccl needs a vLLM server started with --weight-transfer-config \'{"backend": "nccl"}\', '
+                "and without an API key or a password, which TRL's client does not send. Use disk."
             )
-        if setting == "nccl" and server.sends_credentials:
-            raise ServerError("weight_sync=nccl cannot send an API key or a password (TRL's client). Use disk.")
-        nccl = config == "nccl" and not server.sends_credentials
-        return "nccl" if setting == "nccl" or setting == "auto" and on_gpu and nccl else "disk"
+        return "nccl" if setting == "nccl" or setting == "auto" and on_gpu and fits else "disk"

@@ -13,47 +13,26 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from peft import PeftModel
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.generation.samples import tagged
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.weights import PolicyWeights, adapter_weights, config_of, off_by_rounding, why_model_merges
+from mt_grpo.generation.weights import ADAPTER, PolicyWeights, adapter_weights, off_by_rounding, why_model_merges
 from mt_grpo.images.pictures import forbidding_nothing, inputs_of_rows
 
 logger = logging.getLogger(__name__)
-
-
-class WeightCounter(TrainerCallback):
-    """Counts weight changes. `global_step` cannot: loading a checkpoint changes the weights at the same step."""
-
-    def __init__(self):
-        self.version = 0
-        self.loads = 0
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.version += 1
-
-    def on_train_begin(self, args, state, control, **kwargs):  # after resume_from_checkpoint has loaded
-        self.version += 1
-        self.loads += 1
-
-    def on_train_end(self, args, state, control, **kwargs):  # after load_best_model_at_end has loaded
-        self.version += 1
-        self.loads += 1
 
 
 class WeightSync:
     """Keeps the servers' weights equal to the policy's. `sync` is collective: all ranks call it.
 
     Args:
-        servers: The server, or several.
-        model: The policy as the trainer trains it (wrapped, sharded or with adapters).
-        weights, accelerator: The iterator over the policy's parameters; the trainer's accelerator.
+        servers, model: The servers, and the policy as the trainer trains it (wrapped, sharded or with adapters).
         probe_ids: Token ids whose logprobs are compared, (T,).
         num_adapters: How many adapters conversations in flight may name, if the policy's LoRA is pushed alone.
-        scores: Whether reward functions ask the servers. These score with their own weights, without an adapter.
+        scores: Whether reward functions ask the servers, which score without an adapter.
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
@@ -83,10 +62,8 @@ class WeightSync:
         """Push the weights under the name `version`, and check at every `CHECK_EVERY`-th push that they arrived.
 
         Conversations may run meanwhile: their requests wait, and go on with the new weights. Those that name an
-        adapter end with it.
-
-        Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
-        no rank samples before the push is over, and all ranks then know which servers hold the weights.
+        adapter end with it. Only rank 0 calls the servers, and its result or error is broadcast, which is a barrier:
+        no rank samples before the push is over.
 
         While servers are away, `stop_requested` says whether this rank got a signal, and `stop_if_requested` raises if
         any rank did. Returns metrics. Raises `ServerError` if the push failed or the weights did not arrive.
@@ -111,12 +88,11 @@ class WeightSync:
         metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
         return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
 
-    # -- what is pushed: all weights, or an adapter --
-
     def _choose_what_is_pushed(self) -> None:
         """Push the adapter alone if the policy is a model with one and all servers can have it; else all weights."""
-        if (config := config_of(self.weights.model)) is None:
+        if not isinstance(self.weights.model, PeftModel) or ADAPTER not in self.weights.model.peft_config:
             return
+        config = self.weights.model.peft_config[ADAPTER]
         setting = self.servers.transfer.transport
         if setting in ("disk", "nccl"):
             reason = f"weight_sync is set to {setting}"
@@ -124,40 +100,21 @@ class WeightSync:
             reason = "a reward function asks the policy, and a server scores without adapters"
         else:
             reason = why_model_merges(self.weights.model, self.weights.sharded)
-        if reason := reason or on_main_process(lambda: self._why_servers_merge(config)) or self._why_base_differs():
-            return self._merge(reason)
-        self._set_adapter(config)
-        if self.accelerator.is_main_process:
-            logger.warning(f"The policy has a LoRA of rank {config.r}. Weight syncs send only the adapter.")
 
-    def _set_adapter(self, config: Any) -> None:
-        self.adapter = config
-        for client in self.servers.servers:
-            client.transfer.adapter, client.transfer.num_adapters = config, self.num_adapters
+        def why_servers_merge() -> str | None:
+            reasons = self.servers.ask(lambda server: server.engine.why_merges(server, config.r, self.num_adapters))
+            return next(filter(None, reasons.values()), None)
 
-    def _merge(self, reason: str) -> None:
-        """Push all weights from now on. Raises `ServerError` if the setting is `adapter`."""
-        if self.servers.transfer.transport == "adapter":
+        reason = reason or on_main_process(why_servers_merge)
+        if reason and setting == "adapter":
             raise ServerError(f"weight_sync=adapter: {reason}. Set weight_sync: auto to merge the adapter instead.")
-        self._set_adapter(None)
+        self.adapter, text = config, f" of rank {config.r}. Weight syncs send only the adapter."
+        if reason:
+            self.adapter, text = None, f". Weight syncs send merged weights, since {sentence(reason)}"
         for client in self.servers.servers:
-            client.transfer.drop_adapters()
+            client.transfer.adapter, client.transfer.num_adapters = self.adapter, self.num_adapters
         if self.accelerator.is_main_process:
-            logger.warning(f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
-
-    def _why_servers_merge(self, config: Any) -> str | None:
-        reasons = self.servers.ask(lambda server: server.engine.why_merges(server, config.r, self.num_adapters))
-        return next(filter(None, reasons.values()), None)
-
-    def _why_base_differs(self) -> str | None:
-        """Why a server's own weights are not those that the adapter is on top of. None if they are. Collective."""
-        with self.weights.model.disable_adapter():
-            gap = max(self._distances_of_samples().values())
-        if gap <= self._logprob_tolerance():
-            return None
-        return f"the server's base weights differ from the policy's (mean difference of logprobs {gap:.2e})"
-
-    # -- the push --
+            logger.warning(f"The policy has a LoRA{text}")
 
     def _push_until_it_arrives(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
@@ -173,10 +130,7 @@ class WeightSync:
             self.servers.leave(lost, "a rank lost its connection.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
-                # Asked even if all get the weights anyway: it finds out who is there.
-                return self._push_and_check(
-                    version, on_main_process(functools.partial(self.servers.find_restarted, held))
-                )
+                return self._push_and_check(version, held)
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_ATTEMPTS:
                     raise
@@ -185,19 +139,13 @@ class WeightSync:
                 on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
                 stop_if_requested()
 
-    def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
+    def _push_and_check(self, version: str, held: str | None) -> tuple[dict[str, float], float | None]:
         """Returns seconds by phase, and the difference of logprobs, or None if this push is not checked."""
-        if new_server:
+        if new_server := on_main_process(lambda: self.servers.find_restarted(held)):
             on_main_process(self.servers.check_settings)
         if self.num_syncs == 0:
             self._choose_what_is_pushed()
-            try:
-                self._check_that_pushes_arrive(version)
-            except ServerError as error:
-                if self.adapter is None or "/v1/load_lora_adapter: " not in str(error):
-                    raise
-                self._merge(f"the server cannot load it: {error}")  # a module that vLLM does not adapt, say
-                self._check_that_pushes_arrive(version)
+            self._check_that_pushes_arrive(version)
         seconds = self._push(version)
         if not new_server and self.num_syncs % self.CHECK_EVERY:
             return seconds, None
@@ -237,13 +185,10 @@ class WeightSync:
             logger.exception("Sharded weights could not be gathered. The run ends without saving itself.")
             os._exit(1)
 
-    # -- the proof --
-
     def _check_that_pushes_arrive(self, version: str) -> None:
         """Push once with noise on every tensor. Raise unless the servers' logprobs are the trainer's with this noise.
 
-        A comparison with unchanged weights proves nothing: a server that ignores pushes, or a tensor whose name it
-        does not know, would pass it. If the run ends in between, the servers hold a version that nobody accepts.
+        With unchanged weights a server that ignores pushes, or a tensor whose name it does not know, would pass.
         """
         # Without shards rank 0 alone has the noise: it pushes, and the originals need memory.
         computes = self.accelerator.is_main_process or self.weights.sharded
@@ -266,8 +211,7 @@ class WeightSync:
             raise ServerError(
                 f"A changed weight did not arrive at {self.servers.servers[number].base_url}, or the server computes "
                 f"something else: with noise on every pushed tensor the mean difference of logprobs is {missed:.2e}, "
-                f"expected at most {allowed:.2g}. See the server's log. Does it expect other weight names for this "
-                "model?"
+                f"expected at most {allowed:.2g}. See the server's log."
             )
 
     def _largest_rounding(self, logprobs: torch.Tensor, exact: bool) -> float:
@@ -287,18 +231,17 @@ class WeightSync:
         problems = {
             number: ServerError(
                 f"After the weight sync the trainer and the server at {self.servers.servers[number].base_url} "
-                f"disagree: the mean difference of logprobs is {gap:.2e}, expected at most {tolerance:g}. Is the "
-                "server running another model, dtype or adapter?"
+                f"disagree: the mean difference of logprobs is {gap:.2e}, expected at most {tolerance:g}."
             )
             for number, gap in gaps.items()
             if not gap <= tolerance
         }
         if problems:
-            on_main_process(lambda: self.servers.refuse(problems))
+            on_main_process(lambda: self.servers.without_errors({**dict.fromkeys(gaps), **problems}))
         return max(gap for number, gap in gaps.items() if number not in problems)
 
     def _distances(self, ours: torch.Tensor) -> dict[int, float]:
-        """Per server the mean difference from our logprobs of the probe ids, (T-1,): the largest of its engines."""
+        """Per server the mean difference from logprobs of the probe ids, (T-1,): the largest of its engines."""
         theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
         return self._largest_of_ranks(
             {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
@@ -313,10 +256,8 @@ class WeightSync:
         return largest
 
     def _distances_of_samples(self, computes: bool = True) -> dict[int, float]:
-        """Compute `_distances` of what each server samples after the probe ids, on ranks where `computes` is true.
-
-        vLLM 0.31 on a CPU ends if it scores a prompt with an adapter while conversations run.
-        """
+        """Compute `_distances` of what each server samples after the probe ids, on ranks where `computes` is true."""
+        # vLLM 0.31 on a CPU ends if it scores a prompt with an adapter while conversations run.
         ids = self._probe_ids
         num_sampled = min(self.NUM_SAMPLED, self.servers.max_model_len - len(ids))
         samples = on_main_process(lambda: self.servers.samples(ids, num_sampled))
@@ -327,8 +268,8 @@ class WeightSync:
         return self._largest_of_ranks(gaps)
 
     def _logprob_tolerance(self) -> float:
-        # Measured (docs/speed.md, bf16): right weights 1.3e-6 at most in float32, 0.026 in bf16 (0.084 with logits of
-        # standard deviation 7); a head or a layer that is 20 steps of 3e-4 old, 0.12 and more. Above it a run ends.
+        # Measured (docs/speed.md): right weights 1.3e-6 in float32, 0.026 (0.084 with large logits) in bf16; a head or
+        # a layer that is 20 steps of 3e-4 old, 0.12 and more. Above it a run ends.
         return 1e-3 if self.model.dtype == torch.float32 and self._server_dtype == "float32" else 0.1
 
     @functools.cached_property
@@ -337,10 +278,7 @@ class WeightSync:
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:
-        """The trainer's logprobs of the probe ids or others, (T-1,), at temperature 1. Collective if sharded.
-
-        Those of `sampled` ids leave out what may not be sampled, as the server's do. A prompt's have all ids.
-        """
+        """The trainer's logprobs of ids, (T-1,). Those of `sampled` ones are without what may not be sampled."""
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)
             if not sampled:

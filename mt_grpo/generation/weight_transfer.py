@@ -30,25 +30,19 @@ SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a seco
 
 def write_weights(
     folder: Path, named_weights: Iterable[tuple[str, torch.Tensor]], file: str = "", shard_bytes: float = SHARD_BYTES
-) -> tuple[set[str], dict[str, float]]:
-    """Write weights into a folder, as one safetensors `file` or, without its name, one per `shard_bytes`.
-
-    A tensor may change once the next one is requested. Returns the names that were written, and seconds: `gather` (the
-    iterator, and to the CPU) and `write`.
-    """
+) -> tuple[set[str], float]:
+    """Write weights into a folder, as one safetensors `file` or one per `shard_bytes`. Returns names, and seconds."""
     names: set[str] = set()
     shard: dict[str, torch.Tensor] = {}
-    seconds, began = {"gather": 0.0, "write": 0.0}, time.perf_counter()
+    seconds = 0.0
 
     def write() -> None:
-        nonlocal began
-        gathered = time.perf_counter()
+        nonlocal seconds
+        began = time.perf_counter()
         path = folder / (file or f"model-{len(list(folder.iterdir())) + 1:05d}.safetensors")
         save_file(shard, path, metadata={"format": "pt"})
         shard.clear()
-        seconds["gather"] += gathered - began
-        began = time.perf_counter()
-        seconds["write"] += began - gathered
+        seconds += time.perf_counter() - began
 
     for name, tensor in named_weights:
         if name in names:
@@ -56,8 +50,9 @@ def write_weights(
         if not file and shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > shard_bytes:
             write()
         names.add(name)
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()  # tied weights come twice, and are copied
-        del tensor  # before the next one is requested
+        # A copy: tied weights come twice, and a tensor may change once the next one is requested.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        del tensor
     write()
     return names, seconds
 
@@ -69,16 +64,14 @@ def check_whole(names: Iterable[str], expected: dict[str, int] | None) -> None:
 
 
 class NCCLGroup:
-    """An NCCL group with one server, whose workers join at `port` of this process. Its calls have a time limit.
+    """An NCCL group with one server, whose workers join at `port` of this process.
 
-    NCCL has none: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So calls run in
-    a thread of their own. It is abandoned, and the group aborted, if the server is no longer healthy, or after the
-    server's `request_timeout`: `ServerLost`.
+    A worker that is gone leaves the sender waiting in a call that no signal interrupts. So calls run in a thread. If
+    the server is not healthy, or after its `request_timeout`, the group is aborted: `ServerLost`.
     """
 
     LOST_AFTER = 3  # health checks without an answer, in a row
     WATCH_SECONDS = 5.0  # between two health checks
-    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
 
     def __init__(self, server: Any, port: int, device: torch.device):
         self.server, self.port, self.device = server, port, device
@@ -89,8 +82,7 @@ class NCCLGroup:
         from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
 
         client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
-        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
-        limits = self.CONNECT_SECONDS, self.server.request_timeout
+        limits = 10.0, self.server.request_timeout  # TRL's client waits for answers without an end
         client.session.request = functools.partial(client.session.request, timeout=limits)
         self._client = client
         client.init_communicator(device=self.device)
@@ -145,8 +137,6 @@ class WeightTransfer:
     `VLLMServerClient` documents the arguments. If `adapter` is set, it alone is pushed, through files.
     """
 
-    SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers, of which none may hold up the others
-
     def __init__(self, server: Any, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self.held: str | None = None  # the version that the last complete push set; None: not known
@@ -174,39 +164,35 @@ class WeightTransfer:
     ) -> tuple[dict[str, float], list[ServerError | None]]:
         """Push one copy of the weights to the servers of `transfers`. Other arguments as in `update_weights`.
 
-        Returns seconds by phase, and per server its error or None. Raises what concerns all of them.
+        Returns seconds by phase, and per server its error or None.
         """
         try:
             if not transfers:
                 raise ServerLost(f"No {self.server.engine.title} server is left to push weights to.")
-            # All have the same settings.
-            if self.adapter is None and self.resolve(device) == "nccl":
-                weights, seconds = self._collect(named_weights, expected, device)
-            else:
-                weights, seconds = self._write(named_weights, version, expected)
             began = time.perf_counter()
-            limit = self.server.request_timeout if len(transfers) == 1 else self.SEVERAL_PAUSE_SECONDS
-
-            def load(transfer: WeightTransfer) -> ServerError | None:
-                return transfer._load(version, weights, device, limit)
-
-            errors = at_once(load, transfers) if isinstance(weights, Path) else list(map(load, transfers))
-            return {**seconds, "load": time.perf_counter() - began}, errors
+            if self.adapter is None and self.resolve(device) == "nccl":  # all have the same settings
+                weights, write = self._collect(named_weights, expected, device), {}
+            else:
+                weights, write = self._write(named_weights, version, expected)
+            loads = time.perf_counter()
+            by_turns = map if isinstance(weights, dict) else at_once
+            limit = self.server.request_timeout if len(transfers) == 1 else 60.0  # none holds up the others
+            errors = list(by_turns(lambda transfer: transfer._load(version, weights, device, limit), transfers))
+            gather = loads - began - sum(write.values())
+            return {"gather": gather, **write, "load": time.perf_counter() - loads}, errors
         finally:
             # INVARIANT: an engine may read an adapter's files again while a request names it.
             kept = set().union(*(transfer._loaded.values() for transfer in transfers))
-            for folder in self._folder.glob("*") if self._folder else ():
-                if folder.is_dir() and folder not in kept:
+            for folder in self._folder.glob("*/") if self._folder else ():
+                if folder not in kept:
                     shutil.rmtree(folder, ignore_errors=True)
             for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
                 pass
 
-    # -- what all servers load --
-
     def _write(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None
     ) -> tuple[Path, dict[str, float]]:
-        """Write all weights, or the adapter, into a folder. Returns it, and seconds by phase."""
+        """Write all weights, or the adapter, into a folder. Returns it, and the seconds as `write`."""
         folder = None
         try:
             folder = self._own_folder(sum((expected or {}).values())) / version
@@ -216,45 +202,38 @@ class WeightTransfer:
             check_whole(names, expected)
             if self.adapter is not None:
                 self.adapter.save_pretrained(str(folder))
-            for path in folder.iterdir():
-                path.chmod(0o644)  # others than this user may read it where the folder lets them
         except (OSError, SafetensorError) as error:
             raise ServerError(
                 f"The weight push to {self.server.base_url} through {folder or self.sync_dir} failed: {error}. Set "
                 "weight_sync_dir to a writable directory with enough space that the server sees too."
             ) from error
-        return folder, seconds
+        return folder, {"write": seconds}
 
     def _own_folder(self, size: int) -> Path:
-        """This client's own folder, on a disk with room for a version of `size` bytes if there is one.
-
-        Folders of killed runs are removed. A folder whose lock is free belongs to no running client.
-        """
-        if self._folder is not None and (self._folder / "lock").exists():
-            return self._folder  # otherwise the system has cleaned its temporary directory
-        roots = [Path(self.sync_dir)] if self.sync_dir else [Path("/dev/shm"), Path(tempfile.gettempdir())]
+        """This client's folder, on a disk with room for `size` bytes if there is one. Removes those of killed runs."""
+        if self._folder is not None:
+            return self._folder
+        roots = [Path(self.sync_dir or "/dev/shm"), Path(self.sync_dir or tempfile.gettempdir())]
         roots = [root for root in roots if self.sync_dir or os.access(root, os.W_OK)]
         for folder in (folder for root in roots for folder in root.glob("mt-grpo-weights-*")):
             with suppress(OSError):
                 if folder.lstat().st_uid == os.geteuid():
-                    with open(folder / "lock", "r+") as lock:
+                    with open(folder / "lock", "r+") as lock:  # free if its client is gone
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(folder)  # which follows no link
         root = next((root for root in roots if shutil.disk_usage(root).free > 1.05 * size), roots[-1])
-        folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-weights-", dir=root))
-        self._folder_lock = open(folder / "lock", "w")
-        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
+        self._folder = Path(tempfile.mkdtemp(prefix="mt-grpo-weights-", dir=root))
+        self._folder_lock = open(self._folder / "lock", "w")
+        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
-            folder.chmod(0o755)
-        self._folder = folder.rename(root / folder.name[1:])
+            self._folder.chmod(0o755)
         return self._folder
 
     @staticmethod
     def _collect(
         named_weights: Iterator[tuple[str, torch.Tensor]], expected: dict[str, int] | None, device: torch.device
-    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    ) -> dict[str, torch.Tensor]:
         """Collect all weights for NCCL, which needs their names and shapes before the first is sent."""
-        began = time.perf_counter()
         tensors = {  # what the model does not hold itself is on the CPU: a GPU has no room for a second copy
             name: t if isinstance(t, torch.nn.Parameter) else t.detach().to("cpu", copy=True)
             for name, t in named_weights
@@ -262,36 +241,32 @@ class WeightTransfer:
         check_whole(tensors.keys(), expected)
         if device.type == "cuda":  # vLLM packs on streams of its own, which do not wait for the last optimizer step
             torch.cuda.current_stream(device).synchronize()
-        return tensors, {"gather": time.perf_counter() - began}
+        return tensors
 
-    # -- one server's part of a push --
-
-    def _load(
-        self, version: str, weights: Path | dict[str, torch.Tensor], device: torch.device, pause_timeout: float
-    ) -> ServerError | None:
-        """Let the server load a folder, or send it tensors over NCCL. Returns its error, if it has one."""
+    def _load(self, version: str, weights: Path | dict, device: torch.device, limit: float) -> ServerError | None:
+        """Let the server load a folder or tensors over NCCL. `limit` is that of a pause. Returns its error."""
         server, through = self.server, f" through {weights}" if isinstance(weights, Path) else ""
-        version = tagged(version, server.lineage)
+        version, held, self.held = tagged(version, server.lineage), self.held, None
         try:
             if self.adapter is not None:
-                self._load_adapter(version, weights)
+                self._load_adapter(version, weights, held)
             elif isinstance(weights, Path):
-                self._while_paused(version, pause_timeout, lambda: server.engine.load(server, weights))
+                self._load_paused(version, held, limit, lambda: server.engine.load(server, weights))
             else:  # a group is created at the first push, and after one that failed
                 self._nccl = self._nccl or NCCLGroup(server, self.group_port, device)
-                self._while_paused(version, pause_timeout, lambda: self._nccl.send(weights))
+                self._load_paused(version, held, limit, lambda: self._nccl.send(weights))
         except ServerError as error:
             self.forget_restarted()
-            kind = ServerLost if isinstance(error, ServerLost) else ServerError
             hint = " Does the server see this folder? Else set weight_sync_dir to one that both see." * bool(through)
-            return kind(f"The weight push to {server.base_url}{through} failed: {sentence(error)}{hint}")
+            hint += " If it has no adapters for this model, set weight_sync: disk." * (self.adapter is not None)
+            return type(error)(f"The weight push to {server.base_url}{through} failed: {sentence(error)}{hint}")
+        self.held = version
         return None
 
-    def _while_paused(self, version: str, pause_timeout: float, load: Callable[[], Any]) -> None:
-        held, self.held = self.held, None
+    def _load_paused(self, version: str, held: str | None, limit: float, load: Callable[[], Any]) -> None:
         server, engine = self.server, self.server.engine
         try:
-            engine.pause(server, pause_timeout)
+            engine.pause(server, limit)
             # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
             self._check_it_holds(held)
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
@@ -299,26 +274,24 @@ class WeightTransfer:
             load()
             engine.forget(server)
             engine.name_weights(server, version)
-            self.held = version
         finally:
             try:
                 engine.forget_images(server)
             finally:
                 engine.go_on(server)
 
-    def _load_adapter(self, name: str, folder: Path) -> None:
+    def _load_adapter(self, name: str, folder: Path, held: str | None) -> None:
         """Let the server load an adapter next to its weights. Nothing is paused: a request names its adapter."""
-        held, self.held = self.held, None
         self._check_it_holds(held)
         self._unload(name)  # of a push of the same version that was lost
         self._loaded[name] = folder  # also where the answer is lost
         load = {"lora_name": name, "lora_path": str(folder)}
-        self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load, read=None)
+        self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load)
         self.server.engine.name_weights(self.server, name)
         for old in list(self._loaded)[: -self.num_adapters]:
             if old not in self.in_use:
                 self._unload(old)
-        self.held = self.server.loaded = name
+        self.server.loaded = name
 
     def _check_it_holds(self, held: str | None) -> None:
         """Raise `ServerLost` unless the server still has the version of the last push. None: it is not known."""
@@ -330,20 +303,12 @@ class WeightTransfer:
         if name in self._loaded:
             try:
                 body = {"lora_name": name}
-                self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body, read=None)
+                self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body)
             except ServerLost:
                 raise
             except ServerError:
                 pass
             del self._loaded[name]
-
-    def drop_adapters(self, timeout: float = 60.0) -> None:
-        """Unload all adapters that the server was sent, such as before all weights are pushed instead."""
-        self.server.loaded = None
-        for name in list(self._loaded):
-            with suppress(ServerError):  # all ranks go on alike, and a lost server fails at the push
-                self._unload(name, timeout)
-        self._loaded.clear()
 
     def forget_restarted(self) -> None:
         """Forget what a new process does not have: the version of the last push, and its place in the NCCL group."""
@@ -356,10 +321,11 @@ class WeightTransfer:
         """Let the server report its own weights again and forget this client's adapters, and remove the folder."""
         try:
             if self._loaded:
-                self.held = self.server.adapter = None
+                self.held = self.server.adapter = self.server.loaded = None
                 with suppress(ServerError, RuntimeError):  # the server, or the interpreter's threads, may be gone
                     self.server.engine.name_weights(self.server, "default", timeout=5.0)
-                    self.drop_adapters(timeout=5.0)
+                    for name in list(self._loaded):
+                        self._unload(name, timeout=5.0)
         finally:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)

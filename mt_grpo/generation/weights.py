@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from packaging.version import Version
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -33,9 +31,6 @@ ENGINE_READS = {
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform",
     "layers_pattern", "init_lora_weights", "runtime_config",
 }  # fmt: skip
-FLAGS = "--enable-lora --max-loras {slots} --max-lora-rank {rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-# Before, a load could move adapters of requests in flight to each other's places (vLLM's issue 47724).
-LEAST_VLLM = Version("0.31")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
 
 
@@ -46,20 +41,15 @@ def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Ten
     except (ValueError, LookupError, RuntimeError, TypeError):  # of what is not the whole of what it converts
         parts = {}
     if sum(part.numel() for part in parts.values()) != tensor.numel():
-        raise ServerError(
-            f"A checkpoint's files hold the weight {name} together with others. Pushing it to SGLang is not supported "
-            "yet. Set rollout_engine: vllm."
-        )
+        raise ServerError(f"Files hold the weight {name} together with others: set rollout_engine: vllm.")
     return parts
 
 
 class PolicyWeights(VLLMGeneration):
     """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Two things differ from TRL's own.
 
-    1. Each adapted layer is merged in a copy. TRL merges and unmerges the whole model itself, which in bf16 changes
-       the frozen weights a little at every sync, and under ZeRO-3 needs memory for the whole model on each GPU.
-    2. Tied parameters are yielded under all their names. `named_parameters()` yields them once. vLLM on CPU packs
-       `lm_head` at load and does not update it from the embedding, so it would sample from old weights.
+    1. Each adapted layer is merged in a copy. TRL merges and unmerges the model, which in bf16 changes frozen weights.
+    2. Tied parameters are yielded under all their names: vLLM on CPU does not update `lm_head` from the embedding.
     """
 
     names_of_files = False
@@ -76,10 +66,8 @@ class PolicyWeights(VLLMGeneration):
             if not self._is_adapter(name):
                 by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
         if any(".trainable_tokens_delta." in name for name, _ in model.named_parameters()):
-            raise ValueError(
-                "LoraConfig's trainable_token_indices are not pushed to a server, which would sample without them. "
-                "Remove them, or train the whole embedding by modules_to_save."
-            )
+            advice = "Remove them, or train the whole embedding by modules_to_save"
+            raise ValueError(f"LoraConfig's trainable_token_indices are not pushed to a server. {advice}.")
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
 
     @property
@@ -99,10 +87,9 @@ class PolicyWeights(VLLMGeneration):
         return {name: tensor.nbytes for name, tensor in adapter_weights(self.model)}
 
     def use_names_of_files(self) -> None:
-        """Send weights under the names, and split into the tensors, of a checkpoint's files from now on.
+        """Send weights under the names of a checkpoint's files from now on: SGLang knows only these.
 
-        transformers renames what it loads, such as the modules of models that read images, and merges experts. vLLM
-        knows both forms, SGLang only that of files. Raises `ServerError` for a weight that files hold with others.
+        transformers renames what it loads, and merges experts. Raises `ServerError` for what cannot be split.
         """
         self.names_of_files = True
         _ = self.expected  # raises
@@ -124,8 +111,7 @@ class PolicyWeights(VLLMGeneration):
         """Context manager that puts noise on every tensor that a push sends, and restores the weights bit for bit.
 
         Each element gets `NOISE` * z times its own size, with z drawn from a generator that the tensor's name seeds.
-        Of a vector that size is at least 0.1, and a matrix of zeros, such as a new adapter's lora_B, gets noise of the
-        size of usual weights. The originals are kept on the CPU. Each rank changes its own shards.
+        The originals are kept on the CPU. Each rank changes its own shards.
         """
         originals: dict[str, torch.Tensor] = {}
         try:
@@ -156,6 +142,7 @@ class PolicyWeights(VLLMGeneration):
                 tensor = parameter.ds_tensor.detach()
             elif isinstance(parameter, DTensor):
                 tensor = tensor.to_local()
+            # A matrix of zeros, such as a new adapter's lora_B, gets noise of the size of usual weights.
             yield name, tensor, 0.1 if len(shape) < 2 else 0.0 if tensor.any() else shape[-1] ** -0.5
 
     def _reshard(self) -> None:
@@ -212,9 +199,7 @@ class PolicyWeights(VLLMGeneration):
 def off_by_rounding(model: Any, size: float) -> Iterator[None]:
     """Context manager in which a model's embeddings are off by `size`, relatively, so that all else rounds anew.
 
-    Right computations of the same logprobs in another order were 0.7 to 1.8 times as far apart on average as those
-    with and without it (random models of 4 and 28 layers, and the bundled ones, in bf16). `size` is 2^-8 for bf16,
-    which rounds by at most 2^-9, and 2^-20 for float32.
+    Right computations in another order were 0.7 to 1.8 times as far apart (bf16, `size` 2^-8; 2^-20 for float32).
     """
 
     def change(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -226,9 +211,6 @@ def off_by_rounding(model: Any, size: float) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-# LoRA pushed as an adapter: whether a server can load it next to its own weights, and its two files.
 
 
 def room_for(rank: int) -> int:
@@ -258,7 +240,7 @@ def why_config_merges(config: Any) -> str | None:
 
 
 def why_model_merges(model: Any, sharded: bool) -> str | None:
-    """Why the LoRA of a model, which may be sharded, has to be merged before a push. None if a server can load it."""
+    """Why the LoRA of a model has to be merged before a push. None if a server can load it."""
     if list(model.peft_config) != [ADAPTER]:
         return f"it has the adapters {', '.join(model.peft_config)}"
     if reason := why_config_merges(model.peft_config[ADAPTER]):
@@ -269,30 +251,8 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
         if parameter.requires_grad and not is_of_adapter(name):
             return f"{name} is trained in addition to it"
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and not isinstance(module.get_base_layer(), torch.nn.Linear):
-            return f"it changes {name}, which is not a linear layer"
         if hasattr(module, "lora_A") and TOWER.search(f"{name}."):
             return f"it changes {name}, which is part of the vision tower"
-    return None
-
-
-def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
-    """Why a server cannot load adapters of this rank, `slots` of them at the same time. None if it can."""
-    flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
-    version = server.engine.version(server)
-    if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
-        return f"{where} runs vLLM {version}, and loading adapters needs {LEAST_VLLM} or later"
-    info = server.server_info()
-    if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
-        return f"{where} runs several engines (data parallel)"
-    if not (config := info.get("lora_config") or {}):
-        return f"{where} was started without {flags}"
-    if (most := int(config["max_lora_rank"])) < rank:
-        return f"{where} has room for rank {most}, and lora_r is {rank}: start it with {flags}"
-    if (most := int(config["max_loras"])) < slots:
-        return f"{where} has room for {most} adapters at a time, and {slots} may be in flight: start it with {flags}"
-    if (held := server.weight_version()) != "default":
-        return f"{where} holds the weights {held!r} of another run: restart it"
     return None
 
 
@@ -306,8 +266,3 @@ def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if is_of_adapter(name):
             yield name.replace(f".{ADAPTER}.", "."), parameter.data
-
-
-def config_of(model: Any) -> LoraConfig | None:
-    """The configuration of a policy's adapter; None for a policy without one."""
-    return model.peft_config.get(ADAPTER) if isinstance(model, PeftModel) else None

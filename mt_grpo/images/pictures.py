@@ -60,9 +60,9 @@ class Picture:
     @property
     def id(self) -> PictureId:
         """The id of each of its tokens in lists of ids. It holds the image; in tensors it is a plain number."""
-        found = PictureId(id_of_digest(self.digest))
-        found.picture = self
-        return found
+        token = PictureId(id_of_digest(self.digest))
+        token.picture = self
+        return token
 
     @property
     def num_tokens(self) -> int:
@@ -147,20 +147,15 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
     return [picture_of(token) for token in sorted(found)]
 
 
-def mark_pattern() -> re.Pattern:
-    """A pattern of marks, whose group 1 is the image's name, and of parts of marks."""
-    mark, part = f"{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}"
-    return re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")
-
-
-MARK = mark_pattern()
-
-
 def share_marks(on_main_process: Callable) -> None:
     """Use the main process's secret, so that all ranks read each other's texts (rewards of groups). Collective."""
     global SECRET, MARK
     SECRET = on_main_process(lambda: SECRET)
-    MARK = mark_pattern()
+    mark, part = f"{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}"
+    MARK = re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")  # group 1 is the image's name, None for a part of a mark
+
+
+share_marks(lambda own: own())
 
 
 def mark_of(picture: Picture) -> str:
@@ -192,11 +187,7 @@ def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]
 
 
 def readable(text: str) -> str:
-    """Convert a text for display: image marks become `<image DIGEST>`.
-
-    >>> readable("no picture")
-    'no picture'
-    """
+    """Convert a text for display: image marks become `<image DIGEST>`."""
     return MARK.sub(lambda found: f"<image {found[1]}>" if found[1] else found[0], text.replace(PLACE, "<image>"))
 
 
@@ -253,12 +244,10 @@ def inputs_of_rows(input_ids: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def forbid(reader: Any, *models: Any) -> None:
-    """Exclude a reader's `unsampled` ids from models' sampling, logprobs and entropy, by a bias that is not saved.
-
-    A sampled placeholder would stand for no image. INVARIANT: what is not sampled has no logprob either.
-    """
+    """Exclude a reader's `unsampled` ids from models' sampling, logprobs and entropy, by a bias that is not saved."""
     import torch
 
+    # INVARIANT: what is not sampled has no logprob either. A sampled placeholder would stand for no image.
     for model in filter(None, models if reader is not None else ()):
         for head in model.get_output_embeddings().modules():  # several if adapters wrap it, as narrow as their rank
             is_head = isinstance(head, torch.nn.Linear) and len(head.weight) > max(reader.unsampled)
@@ -343,7 +332,7 @@ class SaidPictures:
 
     def text(self, content: Any, where: str) -> str:
         """Convert a content. Raises `ValueError`, beginning with `where`."""
-        if isinstance(content, dict):
+        if isinstance(content, dict) and not is_image_part(content):
             raise ValueError(f"{where} has the content {content!r:.100}, expected text, or parts of type text.")
         return "".join(self._text(part, where) for part in as_parts(content))
 
@@ -358,8 +347,7 @@ class SaidPictures:
         if image is None:
             return PLACE
         picture = self.reader.read(image, where, self.paths)
-        if picture not in self.pictures:
-            self.pictures.append(picture)
+        self.pictures += [picture] if picture not in self.pictures else []
         return mark_of(picture)
 
 
@@ -394,21 +382,16 @@ def num_pixels(row: dict[str, Any], reader: Any) -> int:
 
 def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
     """Raise `ValueError` for a row with an image, in a column or in a message. `why` the model does not see it."""
+    words = f"The model would not see it: {why}. Remove it, or rename a column that a tool or a reward reads."
     for key in IMAGE_COLUMNS:
         if images_of({key: row.get(key)}):
-            raise ValueError(
-                f"{where}: the column {key!r} is {row[key]!r:.80}. The model would not see it: {why}. Remove the "
-                "column, or rename it if a tool or a reward reads it."
-            )
+            raise ValueError(f"{where}: the column {key!r} is {row[key]!r:.80}. {words}")
     if image_parts(row.get("prompt")):
-        raise ValueError(f"{where}: a message has an image. The model would not see it: {why}. Remove it.")
+        raise ValueError(f"{where}: a message has an image. {words}")
 
 
 def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
-    """Read the images of a row as `read_row`, but leave a `PLACE` for those of its columns.
-
-    The images are those of the row's columns (`of_columns`), followed by those of the parts.
-    """
+    """Read a row's images, those of its columns first, for which a `PLACE` is left, as `read_row`."""
     if not images_of(row) and not image_parts(prompt):
         return prompt, []
     if (reader := reader_of(tokenizer)) is None:
@@ -424,27 +407,19 @@ def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
 
 
 def placed(messages: Messages, pictures: list[Picture], where: str) -> Messages:
-    """Put the images of a row's columns into messages, at each `PLACE`, or before the first text of a user, as in TRL.
-
-    Raises `ValueError` if the numbers of images and places differ, or if there is no message of a user.
-    """
+    """Put the images of a row's columns into messages, at each `PLACE`, or before a user's first text, as in TRL."""
     places = sum(message["content"].count(PLACE) for message in messages)
     if places not in (0, len(pictures)):
-        raise ValueError(
-            f"{where}: the columns {' and '.join(IMAGE_COLUMNS)} have {len(pictures)} images, and the prompt has "
-            f"{places} places for them, parts {{'type': 'image'}} without an image under 'image' or 'image_url'. "
-            "Expected one place per image."
-        )
+        words = f"{places} places for them, parts {{'type': 'image'}} without an image. Expected one place per image."
+        raise ValueError(f"{where}: the row's columns have {len(pictures)} images, and the prompt has {words}")
     if not pictures:
         return messages
+    first = next((k for k, message in enumerate(messages) if message["role"] == "user"), None)
+    if not places and first is None:
+        words = "no message of a user to put them into. Add one, or a part {'type': 'image'} to another message."
+        raise ValueError(f"{where}: got {len(pictures)} images, and {words}")
     texts = [message["content"] for message in messages]
     if not places:
-        first = next((k for k, message in enumerate(messages) if message["role"] == "user"), None)
-        if first is None:
-            raise ValueError(
-                f"{where}: got {len(pictures)} images, and no message of a user to put them into. Add one, or a part "
-                "{'type': 'image'} to another message."
-            )
         texts[first] = len(pictures) * PLACE + texts[first]
     following = map(mark_of, pictures)
     texts = [re.sub(PLACE, lambda _: next(following), text) for text in texts]
@@ -456,8 +431,8 @@ def read_row(
 ) -> tuple[Messages, list[Picture]]:
     """Read the images of a row's prompt. Returns (messages with text contents, images). Raises `ValueError`.
 
-    If conversations have an environment, whose `reset` may change the prompt, places stay (`with_places`). A class of
-    conversations may have functions of its own: `place_images` for a rollout, `mark_images` for what the model reads.
+    Places stay if an environment's `reset` may change the prompt. A class of conversations may have functions of its
+    own: `place_images` for a rollout, `mark_images` for what the model reads.
     """
     if hasattr(env, way):
         return getattr(env, way)(prompt, row, tokenizer, where)

@@ -6,7 +6,6 @@ import base64
 import io
 import re
 import secrets
-from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -30,8 +29,6 @@ from mt_grpo.images.pictures import (
     with_placeholders,
 )
 
-LARGEST_FILE = 20 * 2**20
-MOST_PIXELS = 2**25
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others start programs, as EPS does
 
 
@@ -59,12 +56,6 @@ class PictureReader:
         tokenizer.pictures = self
         return tokenizer
 
-    def process(self, image: Any) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Process an RGB image. Returns (inputs of the model's forward pass, (width, height) that the model sees)."""
-        found = self.processor(images=[image], return_tensors="pt")
-        _, height, width = found["image_grid_thw"][0].tolist()
-        return found, (width * self.processor.patch_size, height * self.processor.patch_size)
-
     def read(self, value: Any, where: str, paths: bool = False) -> Picture:
         """Read a PIL image, bytes, a data URI, or a dict with one. Raises `ValueError`, beginning with `where`.
 
@@ -77,9 +68,6 @@ class PictureReader:
             return value
         try:
             given = opened(value, paths)
-            if given.width * given.height > MOST_PIXELS:
-                size = f"{given.width} x {given.height} pixels"
-                raise ValueError(f"it has {size}, expected at most {MOST_PIXELS}. Make it smaller")
             if getattr(given, "n_frames", 1) > 1 and given.format != "MPO":  # a photograph, and a smaller one of it
                 raise ValueError(f"it is animated ({given.n_frames} frames). Use one of its frames")
             image = ImageOps.exif_transpose(given).convert("RGB")  # as transformers and datasets turn it
@@ -88,11 +76,12 @@ class PictureReader:
                 return known
             if min(image.size) < 5:  # a processor would take 3 rows, or 1, for colours
                 image = image.resize((8 * image.width, 8 * image.height), Image.Resampling.NEAREST)
-            whole = image
-            found, size = self.process(image)
+            whole, size = image, None
             while size != image.size:  # once, except for very long ones, which a processor makes shorter each time
-                image = whole.resize(size, self.processor.resample)
-                found, size = self.process(image)
+                image = image if size is None else whole.resize(size, self.processor.resample)
+                found = self.processor(images=[image], return_tensors="pt")
+                _, height, width = found["image_grid_thw"][0].tolist()
+                size = width * self.processor.patch_size, height * self.processor.patch_size
         except Exception as error:  # whatever a decoder or a processor raises
             said = str(error) if type(error) is ValueError else error_line(error)
             raise ValueError(f"{where}: the image cannot be read: {said.removesuffix('.')}.") from error
@@ -110,7 +99,7 @@ class PictureReader:
 
 def opened(value: Any, paths: bool) -> Any:
     """Open an image with PIL, which reads only its header. Takes and raises the same as `PictureReader.read`."""
-    given, file, size = value, None, 0
+    given = value
     if isinstance(given, dict):  # of datasets' Image, or of OpenAI's API
         given = next((given[key] for key in ("bytes", "url", "path") if given.get(key) is not None), None)
     if isinstance(given, str) and given.startswith("data:"):
@@ -118,12 +107,9 @@ def opened(value: Any, paths: bool) -> Any:
     elif isinstance(given, str) and re.match(r"\w+://", given):
         raise ValueError(f"URLs are not fetched, got {given!r:.80}. Download the image, and write its path")
     if isinstance(given, (bytes, bytearray)):
-        file, size = io.BytesIO(given), len(given)
+        given = Image.open(io.BytesIO(given), formats=FORMATS)
     elif isinstance(given, str) and paths:
-        file, size = given, Path(given).stat().st_size
-    if size > LARGEST_FILE:
-        raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
-    given = given if file is None else Image.open(file, formats=FORMATS)
+        given = Image.open(given, formats=FORMATS)
     if not isinstance(given, Image.Image):
         raise ValueError(f"got {value!r:.80}, expected a PIL image, bytes{', a path' * paths} or a data URI")
     return given

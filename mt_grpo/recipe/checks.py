@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import heapq
+import importlib.metadata
 import inspect
 import logging
 import os
 import re
+import tomllib
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.tested_versions import warn_of_untested
 from mt_grpo.conversation.conversations import check_conversations, limits_of
 from mt_grpo.images.pictures import (
     OTHER_KINDS,
@@ -166,6 +170,23 @@ def check_groups(funcs: list[Callable], args: GRPOConfig, dataset: Any) -> None:
             "A reward function has the parameter groups. Set per_device_train_batch_size * steps_per_generation and "
             "per_device_eval_batch_size to multiples of num_generations."
         )
+
+
+def warn_of_untested(versions: dict[str, str] | None = None) -> None:
+    """Warn of versions, such as `{"vllm": "0.1.0"}`, that were not tested. None: of those that are installed here."""
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}) if path.is_file() else {}
+    if project.get("name") != "mt-grpo":  # somebody else's, where a copy of the script stands
+        return
+    servers = project["optional-dependencies"]
+    for tested in map(Requirement, [*project["dependencies"], *servers["vllm"], *servers["sglang"]]):
+        with suppress(KeyError, importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(tested.name) if versions is None else versions[tested.name]
+            if not tested.specifier.contains(version, prereleases=True):
+                logger.warning(
+                    f"{tested.name} {version} was not tested with this trainer, but {tested.specifier}. If something "
+                    "fails, install tested versions: bash scripts/setup.sh (servers: --gpu, without a GPU --test)."
+                )
 
 
 def check_processes(args: GRPOConfig) -> None:

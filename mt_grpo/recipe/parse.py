@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 from transformers import SchedulerType
 from trl import ModelConfig, TrlParser
 
-from mt_grpo.base.fields import fits_type, in_range, key, keys_that
+from mt_grpo.base.fields import key, keys_that
 from mt_grpo.base.files import RecipeLoader, absolute
 from mt_grpo.conversation.tools.signature import type_name
 from mt_grpo.recipe.data import GENERATED_DATASETS
@@ -132,6 +133,33 @@ def default_of(key: str, classes: Classes) -> Any:
     """The default of a recipe key. Raises `KeyError` for an unknown key."""
     f = field_of(key, classes)
     return f.default_factory() if f.default is dataclasses.MISSING else f.default
+
+
+def fits_type(value: Any, expected: Any) -> bool:
+    """Whether a recipe's value is of an annotated type. Nothing is converted: 7.0 is no int, and 7 is no text.
+
+    >>> fits_type(7.0, int), fits_type(7, float), fits_type("7", float), fits_type(None, int | None)
+    (False, True, False, True)
+    """
+    try:
+        TypeAdapter(expected, config={"arbitrary_types_allowed": True}).validate_json(json.dumps(value), strict=True)
+    except (ValidationError, TypeError):  # TypeError: a date, which JSON does not have
+        return False
+    return True
+
+
+LARGEST = 3.4028234663852886e38  # of float32
+
+
+def in_range(number: float, interval: str) -> bool:
+    """Whether a number is in an interval. NaN is in none, nor is 1e39, which float32 makes infinite.
+
+    >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range(float("nan"), "(-inf, inf)")
+    (True, False, False)
+    """
+    low, high = map(float, interval[1:-1].split(", "))
+    at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
+    return abs(number) < LARGEST and (low < number < high or at_a_bound)
 
 
 def check_values(config: Any) -> None:

@@ -240,7 +240,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     check()
     if not isolate:
         return tools
-    processes = ToolProcesses(path, tools)
+    processes = ToolProcesses(path)
     run_async(processes.try_one())
     return [processes.isolated(index, tool) for index, tool in enumerate(tools)]
 

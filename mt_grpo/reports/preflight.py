@@ -131,7 +131,7 @@ READINGS = (
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
         "average{since}. Compare the dtype, the chat template and the model of both; see docs/faults.md."),
     Reading("effective share", lambda f: f[EFFECTIVE_SHARE] < 0.5,
-        "The importance ratio leaves {sampling/effective_share:.0%} of the rollouts{since} in effect. Set "
+        "The importance ratio leaves {sampling/effective_share:.0%} of the tokens{since} in effect. Set "
         "vllm_importance_sampling_mode: token_truncate, or lower max_staleness."),
     Reading("kl", lambda f: f["kl/first"] >= 0.05,  # the same model in bf16: 1e-4; weights that are noise: 7.7
         "The policy is {kl/first:.2g} nats per token away from the reference model before its first step. Look how "

@@ -20,17 +20,16 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import RunError, RunStopped, ServerError, error_line, root_cause, tell_once
+from mt_grpo.base.errors import RunError, RunStopped, ServerError, error_line, tell_once
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import on_main_process, raise_on_all_ranks
 from mt_grpo.base.rows import prompts_of, row_text
-from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.weight_sync import WeightCounter, WeightSync
+from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights, slots_of
 from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, reader_of, share_marks
 from mt_grpo.rollout import Rollout, StopReason
@@ -62,6 +61,21 @@ class NotFinite(RunError):
 
 # accelerate names the device of several processes on a CPU `cpu:0`, from which `torch.load` restores no optimizer.
 torch.serialization.register_package(30, lambda storage: None, lambda data, where: data if where == "cpu:0" else None)
+
+
+class WeightCounter(TrainerCallback):
+    """Counts weight changes. `global_step` cannot: loading a checkpoint changes the weights at the same step."""
+
+    version = loads = 0
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.version += 1
+
+    def on_train_begin(self, args, state, control, **kwargs):  # after resume_from_checkpoint has loaded
+        self.version += 1
+        self.loads += 1
+
+    on_train_end = on_train_begin  # after load_best_model_at_end has loaded
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -401,7 +415,7 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
-            logger.error("training stopped", exc_info=root_cause(error))
+            logger.error("training stopped", exc_info=error.__cause__)
             if isinstance(error, CheckpointError):  # nothing was trained: there is no state to save
                 sys.exit(f"error: {error}")
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
@@ -418,7 +432,8 @@ def pool_of(
     args: Any, client_class: type, tokenizer: Any, host: str | None = None, port: int | None = None
 ) -> ServerPool:
     """The servers that `args` name, one or several, or the one at this host or port."""
-    urls = [] if host or port else server_urls(args.vllm_server_base_url)
+    listed = [] if host or port else args.vllm_server_base_url or []
+    urls = [url.strip() for url in (listed.split(",") if isinstance(listed, str) else listed) if url.strip()]
     address = host or args.vllm_server_host, port or args.vllm_server_port
     times = {"timeout": args.vllm_server_timeout, "request_timeout": args.vllm_request_timeout}
     how = {"transport": args.weight_sync, "sync_dir": args.weight_sync_dir, "engine": args.rollout_engine, **times}

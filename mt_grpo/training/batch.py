@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import gather_object
 
 from mt_grpo.base.errors import RunError
-from mt_grpo.conversation.environments import PromptTooLong
 from mt_grpo.rollout import Record, Rollout, StopReason
 
 NAN = float("nan")  # has no value: left out of every statistic
@@ -50,12 +49,7 @@ class Batch:
         return x[self.first : self.first + len(self.rows)]
 
     def add_extra(self, column: str, values: list) -> None:
-        """Keep a logged column. A later one of the same name overwrites its end, except with None.
-
-        >>> batch = Batch([], 1)
-        >>> batch.add_extra("seen", ["a", "b"]), batch.add_extra("seen", [None, "c"]), batch.extra
-        (None, None, {'seen': ['a', 'c']})
-        """
+        """Keep a logged column. A later one of the same name overwrites its end, except with None."""
         old = self.extra.get(column, [])
         old = [None] * (len(values) - len(old)) + old[max(len(old) - len(values), 0) :]
         self.extra[column] = [before if after is None else after for before, after in zip(old, values)]
@@ -70,11 +64,6 @@ class Batch:
             for column in self.extra.values():
                 if i < len(column):
                     column[i] = None
-
-    def of_all_ranks(self, rows: list[list[float]], accelerator: Any) -> torch.Tensor:
-        """Gather a number per turn of each of the B rollouts, (N, K), like `rewards.turn`; else 0. Collective."""
-        own = pad_rows(rows, self.rewards.turn.shape[1], 0.0)
-        return accelerator.gather(own.to(accelerator.device).contiguous()).cpu()
 
     def choose_records(self, args: Any, step: int) -> None:
         """Set `records`, `owners`, `failed` and `truncated`. Collective.
@@ -92,8 +81,7 @@ class Batch:
     def loss_lists(self, pad_id: int) -> tuple[list, list, list, list | None]:
         """The inputs of the loss, lists of M rows: (prompt ids, completion ids, loss masks, logprobs).
 
-        >>> Batch([], 1, records=[Record([], [])]).loss_lists(9)  # an empty record has one token, without a loss
-        ([[9]], [[9]], [[0]], [[0.0]])
+        An empty record has one token, without a loss.
         """
         logprobs = [record.logprobs for record in self.records]
         return (
@@ -126,17 +114,15 @@ class Batch:
         return (self.rewards.num_tokens > 0) & self.trained_rollouts(args)[:, None]
 
     def pass_inputs(self, per_record: bool, accelerator: Any) -> dict[str, torch.Tensor]:
-        """Further inputs of passes: `rollouts`, each row's number (M,), and `num_rows_in_batch`. Collective.
+        """A further input of passes, `num_rows_in_batch`, which divides losses that are a mean over rows. Collective.
 
-        The latter divides losses that are a mean over rows: the number of scored rollouts of all ranks, or of their
-        records.
+        It is the number of scored rollouts of all ranks, or of their records.
         """
         scored, count = self.own(~self.rewards.outcome.isnan()).tolist(), len(self.rows)
         further = self.records[count:] if per_record else []
         owners = self.owners[:count] + [i for i, record in zip(self.owners[count:], further) if record.turns]
         number = torch.tensor(float(sum(scored[i] for i in owners)), device=accelerator.device)
-        rollouts = torch.tensor(self.owners, device=accelerator.device) + self.first
-        return {"rollouts": rollouts, "num_rows_in_batch": accelerator.reduce(number, reduction="sum")}
+        return {"num_rows_in_batch": accelerator.reduce(number, reduction="sum")}
 
     def per_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
         """TRL's batch of M rows as one of B rollouts. The rows of further records become lists (`FURTHER_RECORDS`)."""
@@ -166,11 +152,7 @@ def unused_rewards(names: list[str], batches: list[Batch]) -> list[str]:
 
 
 def trained_records(rollout: Rollout) -> list[Record]:
-    """The records of a rollout that are trained, or one empty record if there is none or the environment failed.
-
-    >>> trained_records(Rollout([], [1, 2, 3]))  # a prompt may be longer than what the model can read
-    [Record(prompt_ids=[], turns=[], numbers=None)]
-    """
+    """The records of a rollout that are trained, or one empty record if there is none or the environment failed."""
     records = [] if rollout.failed else [r for r in rollout.records if any(turn.trained for turn in r.turns)]
     return records or [Record([], [])]
 
@@ -201,10 +183,7 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def is_cut_off(rollout: Rollout) -> bool:
-    """Whether a limit of tokens, or `agent_timeout`, truncated a rollout or its last turn.
-
-    An agent sets limits of its own, such as one token for a yes or no, and decides what a truncated turn means.
-    """
+    """Whether a limit of tokens, or `agent_timeout`, truncated a rollout or its last turn, unless an agent went on."""
     if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH, StopReason.AGENT_TIMEOUT):
         return True
     cut = rollout.turns and rollout.turns[-1].finish_reason == "length"
@@ -216,19 +195,15 @@ def compare_ranks(
 ) -> tuple[int, list[bool], list[bool]]:
     """Exchange (further records of the rank with most, which of N rollouts failed, which were truncated). Collective.
 
-    Raises `RunError` on all ranks if every environment failed in training, or a setting compares the tokens of a whole
-    batch, which passes over further records split.
+    Raises `RunError` on all ranks if every environment failed in training, or for a setting that compares all tokens.
     """
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
-    too_long = all(isinstance(error, PromptTooLong) for error in errors)
     further = sum(len(trained_records(rollout)) - 1 for rollout in rollouts)
-    own = further, [rollout.failed for rollout in rollouts], list(map(is_cut_off, rollouts)), text, too_long
-    numbers, *flags, texts, are_too_long = zip(*gather_object([own]))
+    own = further, [rollout.failed for rollout in rollouts], list(map(is_cut_off, rollouts)), text
+    numbers, *flags, texts = zip(*gather_object([own]))
     failed, truncated = ([flag for own in each for flag in own] for each in flags)
     if training and all(failed):  # a batch of test rows may be a single one
-        if all(are_too_long):
-            raise RunError(f"The prompts of all {len(failed)} rollouts of step {step} fill the context. {texts[0]}")
         raise RunError(
             f"The environment failed in all {len(failed)} rollouts of step {step}. The first error: "
             f"{texts[0].rstrip('.')}. Expected at least one rollout without an error. "
@@ -258,12 +233,7 @@ def most_of_ranks(number: int, accelerator: Any) -> int:
 
 
 def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rows of unequal length as one tensor, (B, width).
-
-    >>> pad_rows([[1, 2], [3]], 3, -1, torch.long)
-    tensor([[ 1,  2, -1],
-            [ 3, -1, -1]])
-    """
+    """Rows of unequal length as one tensor, (B, width)."""
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=dtype)
 
 
@@ -295,9 +265,5 @@ def nanstd(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
 
 
 def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum over `dim` without NaN entries; NaN if all entries are NaN.
-
-    >>> nansum(torch.tensor([[1., NAN], [NAN, NAN]]), 1)
-    tensor([1., nan])
-    """
+    """Sum over `dim` without NaN entries; NaN if all entries are NaN."""
     return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))

@@ -1,8 +1,4 @@
-"""Estimators of credit besides MT-GRPO, which is the script's own, and what is made of their advantages.
-
-Each estimator is one function of the script's `RewardTable`. The checks of advantages, the share of rewards that move
-one, and the groups without a signal (`refill_groups`) come after them.
-"""
+"""Estimators of credit besides MT-GRPO, the script's own, checks of advantages, and `refill_groups`."""
 
 from __future__ import annotations
 
@@ -57,9 +53,8 @@ def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tenso
 def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
-    Rollouts that ended at turn k count with what they got there, so going on is credited with what comes of it. Use
-    `scale_rewards: none`; with `group` and a reward for every call it learns to call for ever (docs/credit.md). In the
-    example turn 0 is 0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
+    Going on is credited with what comes of it. Use `scale_rewards: none` (docs/credit.md). In the example turn 0 is
+    0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> turn_return_advantages(doctest_batch(), 1.0, 1.0)
@@ -74,11 +69,9 @@ def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.
 def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """GiGPO's grouping by state (arXiv 2505.10978): the return to go compared with turns that began in the same one.
 
-    The paper's weight omega is `turn_advantage_coef`, its gamma is `turn_discount`, and its returns hold the outcome
-    (`outcome_in_return: true`). Its episode term is of all rewards of a rollout, and here of the outcome. Without
-    state keys a state is the whole conversation so far. It is biased where a state comes back within a rollout, since
-    a later visit is in the baseline of an earlier one (docs/credit.md). In the example A calls again in state 1 (0.6),
-    and B answers there (0).
+    The paper's omega is `turn_advantage_coef`, its gamma `turn_discount`, and its returns hold the outcome
+    (`outcome_in_return: true`). Its episode term is of all rewards, and here of the outcome. It is biased if a state
+    comes back within a rollout (docs/credit.md). In the example A calls again in state 1 (0.6), and B answers (0).
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> gigpo_advantages(doctest_batch(), 1.0, 1.0)
@@ -131,11 +124,9 @@ def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Ten
 def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """prime-rl's `turn_credit` (its pull request 3282, as described in August 2026; later versions may differ).
 
-    A turn's reward is the score of the state after it. A scored turn k makes the progress d_k = s_k - (the last score
-    before it); the first score makes none. The turns up to k share it with weights discount^(k - j) that sum to 1. The
-    mean of these credits over the rollout's tokens is subtracted. Like `zero_sum` it is biased, and neither
-    `scale_rewards` nor a turn reward per rollout applies to the shift. In the example A's second call makes the
-    progress 0.4, of which each of its calls gets half; the mean of A's three turns is 0.1333.
+    A turn's reward is the score of the state after it, and its progress the difference from the last score. The turns
+    up to k share it with weights discount^(k - j) that sum to 1, minus the mean over the rollout's tokens. Like
+    `zero_sum` it is biased. In the example A's second call makes the progress 0.4, of which each call gets half.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> progress_credit_advantages(doctest_batch(), 1.0, 1.0)
@@ -176,7 +167,7 @@ credit_estimator("progress_credit", progress_credit_advantages, reads=("turn_adv
 def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: float) -> None:
     """Raise `RunError` where float32 cannot compare the rewards: what overflows can vanish, or poison every weight.
 
-    The square of a value beyond `MOST` is infinite in float32. All ranks have the same table `rewards`, and raise.
+    The square of a value beyond `MOST` is infinite in float32. All ranks have the same table, and raise.
     """
     of_turns = rewards.turn.double().abs().nansum(1) + rewards.rollout_turn.double().abs().nan_to_num(0.0)
     sums = rewards.outcome.double().abs().nan_to_num(0.0) + max(abs(coef), 1.0) * of_turns  # (N,)
@@ -184,17 +175,15 @@ def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: fl
         raise RunError(
             f"Step {step}: the weighted rewards of a rollout add up to {sums.max():.3g} and an advantage to "
             f"{advantages.abs().max():.3g}, with turn_advantage_coef={coef:g}. At most {MOST:g} can be compared in "
-            "float32. This batch is not trained on. Lower turn_reward_weights, outcome_reward_weights or "
-            "turn_advantage_coef, or the values of the reward functions."
+            "float32. This batch is not trained on. Lower turn_reward_weights and the like, or turn_advantage_coef."
         )
 
 
 def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
 
-    A number moves one if the advantages have a gradient with respect to it, taken at random numbers in the places of
-    the given ones, so that two that happen to be equal still count. An estimator that uses the sign or the rank of a
-    number has none; one without any gradient uses all numbers. `advantages_of` gives a table's advantages, (N, K).
+    A number moves one if the advantages have a gradient with respect to it, at random numbers in place of the given
+    ones. An estimator without any gradient uses all numbers. `advantages_of` gives a table's advantages, (N, K).
     """
     generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
     drawn = {name: getattr(rewards, name).cpu() for name in ("outcome", "rollout_turn", "turn")}
@@ -223,8 +212,7 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
     """Replace groups of a batch without signal, and score the new ones, until all have signal. Collective.
 
     At most `refill_groups` batches' worth of groups are sampled in addition; a group that has no signal then is
-    trained as it is. `without_signal` returns which groups of the scored batch are to be replaced, (N/G,) bool, the
-    same on all ranks. What a reward function logs with `log_metric` is a mean over its calls, one per round.
+    trained as it is. `without_signal` returns which groups are to be replaced, (N/G,) bool, the same on all ranks.
     """
 
     def check() -> None:  # rewards that cannot be compared must not pass for groups without signal
@@ -263,8 +251,7 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
     if without_signal(batch).all() and trainer.accelerator.is_main_process:
         tell_once(
             f"Step {trainer.state.global_step}: refill_groups: none of {num_dropped + size} groups has a signal (mean "
-            f"weighted outcome {outcome.nanmean().item():.3g}). Training on this batch changes nothing, and later "
-            "batches may be the same. Look at the rollouts: are all rewards equal, or all tasks too hard or already "
-            "solved? This is logged once.",
+            f"weighted outcome {outcome.nanmean().item():.3g}). Training on this batch changes nothing. Look at the "
+            "rollouts: are all rewards equal, or all tasks too hard or already solved? This is logged once.",
             "refill in vain",
         )

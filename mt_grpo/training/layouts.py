@@ -37,35 +37,20 @@ LOSS_METHODS = ("compute_loss", "_prepare_inputs", "_get_per_token_logps_and_ent
 LARGEST_DIFFERENCE = 1e-3  # of a logprob in float32; in half precision it may be 4 times that of rounding alone
 
 
-def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
+def why_not_in_model(model: Any) -> str | None:
     """Why a model would compute other hidden states in a shared row, which holds many conversations; else None.
 
-    Information may pass from token to token only through an attention function that knows the conversations, and
-    nothing may be drawn or counted per row. `asked` is the run's `attn_implementation`.
+    These are reasons that the proof's two rows may not show: longer windows, dropout, and images that they lack.
     """
-    if isinstance(model, PeftModel):
-        if any(config.is_prompt_learning for config in model.peft_config.values()):
-            return "its adapter writes into the prompt"
-        model = model.get_base_model()
-    config, reads = model.config.get_text_config(), model
-    if asked not in (None, "sdpa"):
-        return f"attn_implementation is set to {asked}. Rows that share a prompt need sdpa"
-    if config is not model.config:
-        # Positions are those of Qwen's models, and what reads the pixels sees each picture by itself.
-        reads = getattr(model.base_model, "language_model", None)
-        if reads is None or not hasattr(model.base_model, "get_rope_index"):
-            return "it reads images, and its position ids are not those of Qwen's models"
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = model.config.get_text_config()
+    if config is not model.config and not hasattr(model.base_model, "get_rope_index"):
+        return "it reads images, and its position ids are not those of Qwen's models"
     layer_types = getattr(config, "layer_types", None)
     if kinds := set(layer_types or ["full_attention"]) - {"full_attention"}:
         return f"it has layers of type {min(kinds)}"
     if layer_types is None and getattr(config, "sliding_window", None):
         return f"it has a sliding window of {config.sliding_window} tokens"
-    for name, module in reads.named_modules():
-        kind = type(module).__name__
-        if hasattr(module, "sinks"):
-            return f"its attention has sinks ({name})"
-        if isinstance(module, torch.nn.modules.conv._ConvNd) or "mamba" in kind.lower():
-            return f"it has a layer that mixes neighbouring tokens ({name}: {kind})"
     if found := dropout_of(model):
         return "{} has a dropout of {:g}, which would be drawn once for all rows that share a prompt".format(*found)
     if config._attn_implementation not in ("sdpa", NAME):
@@ -75,17 +60,13 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
     return None
 
 
-def dropout_of(model: torch.nn.Module) -> tuple[str, float, str] | None:
-    """The first dropout of a model: (`lora_dropout` or the module's name, rate, setting that disables it)."""
+def dropout_of(model: torch.nn.Module) -> tuple[str, float] | None:
+    """The first dropout of a model: (`lora_dropout` or the module's name, rate)."""
     for name, module in model.named_modules():
-        share, remedy = 0.0, "disable_dropout: true"
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            share = module.p
-        if not share:  # which TRL's disable_dropout does not reach
-            share = getattr(module, "attention_dropout", 0.0)
-            remedy = "attention_dropout: 0.0 in the model's config.json"
+        is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+        share = (module.p if is_dropout else 0.0) or getattr(module, "attention_dropout", 0.0)
         if isinstance(share, float) and share > 0:
-            return ("lora_dropout", share, "lora_dropout: 0.0") if "lora" in name else (name, share, remedy)
+            return "lora_dropout" if "lora" in name else name, share
     return None
 
 
@@ -105,8 +86,7 @@ def kind_of(trainer: Any, own_methods: type) -> tuple[str, str]:
         return "trl", "torch_compile is set, and passes have different shapes"
     if trainer.pad_to_multiple_of:
         return "padded", "pad_to_multiple_of is set"
-    reason = why_not_in_model(model, (args.model_init_kwargs or {}).get("attn_implementation"))
-    reason = reason or (reference is not None and why_not_in_model(reference))
+    reason = why_not_in_model(model) or (reference is not None and why_not_in_model(reference))
     return ("padded", reason) if reason else ("shared", "")
 
 
@@ -139,7 +119,6 @@ class Layout:
             `trl`: TRL's micro-batches. `reason` says why it is not `shared`.
         proof: The largest difference of a logprob from that of TRL's rows; None before it is proven.
         waits: Whether rows are `padded` only until a batch has two rows of one prompt, which prove `shared`.
-        current: The pass whose loss is computed.
         begun: The last pass of the current training step, None before its first one.
         pictures: The images of the trained batch: tensors do not hold them, and its rollouts are dropped before it.
     """
@@ -153,13 +132,12 @@ class Layout:
         if self.kind == "shared":
             take_shared_rows(*models_of(trainer))
         if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
-            name, rate, remedy = found
-            drawn = "once while sampling and again in the loss, as part of the policy"
-            if trainer.backend != "transformers":
-                drawn = (
-                    "in the loss and not while sampling, so that the importance ratio is noise from the first step on"
+            logger.warning(
+                "{} has a dropout of {:g}. The loss draws it anew, so that its logprobs are not those of sampling. "
+                "Set disable_dropout: true, lora_dropout: 0.0, or attention_dropout: 0.0 in config.json.".format(
+                    *found
                 )
-            logger.warning(f"{name} has a dropout of {rate:g}. It is drawn {drawn}. Set {remedy}.")
+            )
         self.proof: float | None = None
         self.waits = False
         self.current: Pass | None = None
@@ -187,8 +165,7 @@ class Layout:
     ) -> list[SharedRow]:
         """The rows of TRL's forward pass as rows that share prompts; none if they are padded. Collective.
 
-        `input_ids` and `attention_mask` are (M, P + C), prompts padded on the left, of which C = `width`. `size` is
-        TRL's number of rows per pass, None for one pass. `others` are its other arguments, which are not read.
+        `input_ids` and `attention_mask` are (M, P + C), with C = `width`. `size` is TRL's rows per pass, None for one.
         """
         unread = {key for key, value in others.items() if value is not None} - {"compute_aux_loss"}  # may be False
         if self.kind == "shared" and unread:  # of a later TRL, which may give more than images
@@ -215,10 +192,8 @@ class Layout:
 
     @contextmanager
     def of(self, inputs: Pass) -> Iterator[None]:
-        """Within it the loss of a pass is computed, with the pass's share of the micro-batch's policy loss and KL.
-
-        INVARIANT: TRL's policy loss is linear in the advantages, for a positive factor, and its KL in `beta`.
-        """
+        """Within it the loss of a pass is computed, with the pass's share of the micro-batch's policy loss and KL."""
+        # INVARIANT: TRL's policy loss is linear in the advantages, for a positive factor, and its KL in `beta`.
         trainer, beta, advantages = self.trainer, self.trainer.beta, inputs["advantages"]
         scale = max(inputs.scale, 1e-30)  # at 0 one rank alone would log no KL
         self.current, self.begun = inputs, inputs if inputs.num_tokens else None
@@ -265,8 +240,7 @@ class Layout:
     def compare(self, compared: Pass) -> str:
         """Compare shared rows with TRL's, and say how they differ; empty if they do not. Collective.
 
-        A model's own code can do what its configuration does not say. Float32 weights are compared without autocast,
-        in whose rounding a small difference would not show, and then with it, as they are trained.
+        Float32 weights are compared without autocast, in whose rounding a small difference would not show, then with.
         """
         trainer, accelerator, model = self.trainer, self.trainer.accelerator, self.trainer.model
         ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
@@ -337,7 +311,7 @@ def memory_errors(trainer: Any) -> Iterator[None]:
 
     Raises `RunError`, after which a run saves itself. One rank of several cannot: the others wait for its gradient.
     """
-    layout, args = trainer.layout, trainer.args
+    layout = trainer.layout
     layout.forget_masks()
     layout.begun = None
     try:
@@ -345,14 +319,10 @@ def memory_errors(trainer: Any) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if (begun := layout.begun) is None:  # in a rollout, or TRL's layout
             raise
-        hint = f"Set max_tokens_per_pass below {begun.num_tokens}, which changes no gradient."
-        if compares_tokens(args) or len(begun["completion_ids"]) == 1:
-            hint = (
-                "Lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, or set "
-                "gradient_checkpointing: true, or lower max_completion_length."
-            )
         kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
         raise kind(
-            f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the device's memory. "
-            f"{hint} {str(error).partition('. ')[0]}."
+            f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the device's memory. Set "
+            f"max_tokens_per_pass below {begun.num_tokens}, which changes no gradient. If a single conversation does "
+            "not fit, set gradient_checkpointing: true or lower max_completion_length; with entropy_coef or "
+            f"top_entropy_quantile lower per_device_train_batch_size. {str(error).partition('. ')[0]}."
         ) from error

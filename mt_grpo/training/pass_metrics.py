@@ -25,7 +25,6 @@ class PassMetrics:
         self._pooled: dict[tuple[str, str], tuple[float, float]] = {}  # (mode, name) -> as in `Means`
         self._own: Means = {}  # of the current pass, in place of TRL's
         self._logged: dict[str, list[float]] | None = None  # during a pass: where its metrics go
-        self._weights: dict[tuple, list[torch.Tensor]] = {}  # (mode, batch) -> `rollout_weights` of its passes
 
     @contextmanager
     def of(self, trainer: Any, each: Pass) -> Iterator[None]:
@@ -40,14 +39,7 @@ class PassMetrics:
             trainer._metrics[mode], self._logged = self._logged, None
 
     def pool(self, metrics: dict[str, list[float]], mode: str, means: Means) -> None:
-        """Log one value per name, of all since the last log, which empties `metrics`; NaN if no token was trained.
-
-        >>> values, metrics = PassMetrics(), {}
-        >>> values.pool(metrics, "train", {"entropy": (1.0, 3), "clip_ratio/low_min": (1.0, 3), "kl": (0.0, 0)})
-        >>> values.pool(metrics, "train", {"entropy": (5.0, 1), "clip_ratio/low_min": (5.0, 1)})
-        >>> metrics
-        {'entropy': [2.0], 'clip_ratio/low_min': [1.0], 'kl': [nan]}
-        """
+        """Log one value per name, of all since the last log, which empties `metrics`; NaN if no token was trained."""
         for name, (value, weight) in means.items():
             before, so_far = self._pooled[mode, name] if metrics.get(name) else (NAN, 0)
             if not weight or math.isnan(value):
@@ -57,16 +49,16 @@ class PassMetrics:
             elif so_far:
                 value, weight = (before * so_far + value * weight) / (so_far + weight), so_far + weight
             self._pooled[mode, name], metrics[name] = (value, weight), [value]
+            if name == EFFECTIVE_SHARE:  # what is pooled is the mean of squared ratios
+                metrics[name] = [metrics[f"{TRLS[1]}/mean"][0] ** 2 / max(value, 1e-30)]
 
     def set_ratio(self, each: dict[str, Any], logps: torch.Tensor, trainer: Any) -> None:
         """Set the importance ratio of a batch and what the loss clips around, and log the ratio's metrics. Collective.
 
         With `old_logps: policy` the loss clips around the policy before the step, and the ratio is that policy's
         probability over the sampled one. With `sampled` it clips around the logprobs as sampled (PPO, arXiv
-        1707.06347, equation 7), where they are known, and the ratio is 1, or 0 where a `_mask` mode masks a token.
-
-        `each` is TRL's whole batch, whose metrics of it are replaced, or a pass, of the first step of its rollouts.
-        `logps` are (B, C), of the policy before the step, without gradient.
+        1707.06347, equation 7), and the ratio is 1, or 0 where a `_mask` mode masks a token. `each` is TRL's whole
+        batch or a pass of the first step of its rollouts. `logps` are (B, C), of the policy before the step.
         """
         sampled, mode = each["sampling_per_token_logps"], trainer.vllm_importance_sampling_mode
         trained, log_mode = each["completion_mask"] * each["tool_mask"] > 0, trainer._mode
@@ -80,16 +72,6 @@ class PassMetrics:
                 if name.startswith(TRLS):
                     logged[name].pop()
         self.pool(logged, log_mode, means)
-        if not logged.get(EFFECTIVE_SHARE):  # all was logged
-            self._weights = {key: passes for key, passes in self._weights.items() if key[0] != log_mode}
-        weights = rollout_weights(ratio, trained, each["rollouts"], trainer.accelerator)
-        if self._logged is None:  # one value per whole batch: those of an evaluation are weighted by their rollouts
-            logged[EFFECTIVE_SHARE].append(effective_share(weights))
-        else:
-            self._weights.setdefault((log_mode, each.batch), []).append(weights)
-            shares = [effective_share(torch.cat(each)) for key, each in self._weights.items() if key[0] == log_mode]
-            shares = [share for share in shares if not math.isnan(share)]  # of batches that train nothing
-            logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares) if shares else NAN]
         if trainer.args.old_logps == "sampled":
             logps = torch.where(sampled.isnan(), logps, sampled)
             # In a `_truncate` mode a ratio of 0 is one that is too small for float32.
@@ -118,12 +100,8 @@ class PassMetrics:
 def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:
     """TRL's ratio of the policy before the step to the one that sampled: (B, C) of tokens, (B, 1) of sequences.
 
-    `difference` is (B, C), the policy's logprob minus the sampled one; 0 where it does not count. `least` and `most`
-    are where a ratio is cut (`_truncate`), or from where it is 0 (`_mask`).
+    `difference` is (B, C) of logprobs. Beyond `least` and `most` a ratio is cut (`_truncate`), or 0 (`_mask`).
 
-    >>> importance_ratio(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), "token_truncate", 0.5, 3.0)
-    tensor([[1.0000, 3.0000],
-            [0.5000, 1.6487]])
     >>> importance_ratio(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), "sequence_mask", None, 3.0)
     tensor([[0.0000],
             [0.6065]])
@@ -144,8 +122,8 @@ def sampling_means(
 ) -> Means:
     """The metrics of importance sampling over the `trained` tokens (B, C) of all ranks. Collective.
 
-    `logps` and `sampled` are (B, C), NaN where they are not known. `ratio` is (B, C), or (B, 1) of sequences, cut at
-    the `limits` from below and from above; None: nowhere.
+    `logps` and `sampled` are (B, C), NaN if unknown. `ratio` is (B, C), or (B, 1) of sequences, cut at the `limits`.
+    The effective share of samples is `(sum w)^2 / (n sum w^2)` over n ratios w: here its mean square.
     """
     least, most = limits
     known = trained & ~sampled.isnan()
@@ -160,9 +138,10 @@ def sampling_means(
         (is_cut.expand(trained.shape) * trained).sum(),
         counted.sum(),
         ratio.masked_fill(~counted, 0.0).sum(),
+        ratio.masked_fill(~counted, 0.0).square().sum(),
     ]
     sums = accelerator.reduce(torch.stack([value.float() for value in sums]), reduction="sum").tolist()
-    num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios = sums
+    num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios, squares = sums
     ends = [difference.abs(), ratio.masked_fill(~counted, -math.inf), -ratio.masked_fill(~counted, math.inf)]
     apart, highest, lowest = accelerator.gather(torch.stack([x.max() for x in ends])[None]).amax(0).tolist()
     return {
@@ -171,25 +150,7 @@ def sampling_means(
         f"{TRLS[1]}/min": (-lowest, num_ratios),
         f"{TRLS[1]}/mean": (ratios / max(num_ratios, 1), num_ratios),
         f"{TRLS[1]}/max": (highest, num_ratios),
+        EFFECTIVE_SHARE: (squares / max(num_ratios, 1), num_ratios),
         "sampling/token_ratio_mean": (own_ratios / max(num_known, 1), num_known),
         "sampling/frac_tokens_ratio_zero_or_clipped": (num_cut / max(num_trained, 1), num_trained),
     }
-
-
-def rollout_weights(ratio: torch.Tensor, loss_mask: torch.Tensor, rollouts: torch.Tensor, accelerator: Any) -> Any:
-    """Of each row of all ranks, (rows, 3): its rollout, the sum of its tokens' ratios, their number. Collective."""
-    trained = loss_mask > 0
-    columns = rollouts, torch.where(trained, ratio, 0.0).sum(1), trained.sum(1)
-    return accelerator.gather(torch.stack([column.float() for column in columns], 1)).cpu()
-
-
-def effective_share(weights: torch.Tensor) -> float:
-    """The effective share of samples, `(sum w)^2 / (n sum w^2)` over n rollouts, each with its tokens' mean ratio w.
-
-    >>> effective_share(torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 4.0], [1.0, 5.0, 2.0], [2.0, 0.0, 3.0]]))  # 1, 1, 0
-    0.6666666865348816
-    """
-    rollouts, of_rollout = weights[:, 0].long().unique(return_inverse=True)
-    total, number = torch.zeros(len(rollouts), 2).index_add(0, of_rollout, weights[:, 1:]).T
-    w = (total / number)[number > 0]
-    return (w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30)).item() if len(w) else NAN

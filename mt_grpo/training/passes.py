@@ -1,14 +1,11 @@
 """From TRL's micro-batches to forward passes: which rows go together, on which rank, and what a pass counts.
 
-TRL shuffles a rank's rows and cuts them into micro-batches of equally many, padded to the longest of all. Here the
-rows of the micro-batches of one optimizer step are put together anew: groups stay whole where they fit, so that a
-prompt is computed once (`shared_prompts`), and a pass has a number of tokens instead of a number of rows. The step's
-gradient is the same sum.
+The rows of one optimizer step's micro-batches are put together anew: groups stay whole where they fit, and a pass has
+a number of tokens instead of a number of rows. The step's gradient is the same sum.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,7 +27,6 @@ PASSES = "passes"  # the key of a micro-batch that has been cut into passes
 UNEVEN = 1.05  # the fullest rank's tokens over the mean, from which rows change ranks
 FILLERS = {"importance_sampling_ratio": 1}  # of padding, where it is not 0: `vespo` sums its logarithm over a row
 MEAN_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # losses that TRL divides by a micro-batch's number of rows
-BATCHES = itertools.count()
 
 
 class Pass(dict):
@@ -40,7 +36,6 @@ class Pass(dict):
     shared: SharedRow | None = None  # the same rows as one that shares prompts; None: they are computed as they are
     num_tokens, weight = 0, 0.0  # how many it computes; its trained tokens on all ranks
     is_weighted = is_first = False  # its loss mask has weights (`weighed`); no pass of the policy came before it
-    batch = 0  # the number of the micro-batches that were split together, whose rollouts have numbers of their own
     pictures: tuple[Picture, ...] = ()  # those of rows of other ranks: its tensors keep none
 
 
@@ -187,10 +182,7 @@ def fill(rows: list[TrainedRow], budget: int, shares: bool) -> list[list[Trained
 
 
 def fill_together(rows: list[TrainedRow], budget: int, accelerator: Any) -> list[list[TrainedRow]]:
-    """Padded rows in passes of at most `budget` tokens, in each of which all ranks have as many rows. Collective.
-
-    Ranks with more rows in a pass would pad them to their longest one.
-    """
+    """Padded rows in passes of at most `budget` tokens, in each of which all ranks have as many rows. Collective."""
     rows = sorted(rows, key=lambda row: -cost([row], False))
     bins = []
     while True:
@@ -204,10 +196,7 @@ def fill_together(rows: list[TrainedRow], budget: int, accelerator: Any) -> list
 
 
 def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any) -> list[TrainedRow]:
-    """The rows that this rank computes, moved between ranks if their loads differ by more than `UNEVEN`. Collective.
-
-    A group whose rows were on two ranks comes together.
-    """
+    """The rows that this rank computes, moved between ranks if loads differ by more than `UNEVEN`. Collective."""
     if accelerator.num_processes == 1:
         return rows
     load = torch.tensor([sum(cost(each, shares) for each in fill(rows, budget, shares))], device=accelerator.device)
@@ -267,7 +256,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     INVARIANT: all ranks have as many passes in each micro-batch: a sharded model's forward is collective.
     """
     accelerator, args, shares = trainer.accelerator, trainer.args, trainer.layout.kind == "shared"
-    training, count, batch = trainer.model.training, len(micro_batches), next(BATCHES)
+    training, count = trainer.model.training, len(micro_batches)
     size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
     rollouts = [rows for each in micro_batches for rows in rows_of(each)]
     loss_type, num_items = trainer.loss_type, micro_batches[0]["num_items_in_batch"]  # of all ranks and micro-batches
@@ -304,7 +293,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
             each.scale = num_rows / mean_of
         elif loss_type == "bnpo":  # as TRL has it: of the tokens of this rank's micro-batch
             each.scale = sum(row.num_trained for row in rows) / num_trained
-        each.weight, each.is_first, each.batch = weight, is_first, batch
+        each.weight, each.is_first = weight, is_first
         passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]
     return [{PASSES: passes[first:last]} for first, last in zip(cuts, cuts[1:])]
@@ -369,10 +358,7 @@ def rows_that_share(
 
 
 def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
-    """The two longest rows of one prompt, as a pass, or a single row if no prompt has two.
-
-    The two shortest if the batch size is 1: two long ones might not fit.
-    """
+    """The two longest rows of one prompt, as a pass, or a single row; with batch size 1 the two shortest, to fit."""
     longest = -1 if args.per_device_train_batch_size > 1 else 1
     groups: dict[int, list[TrainedRow]] = defaultdict(list)  # further records of a group may have other prompts
     for row in rows:
@@ -391,10 +377,7 @@ def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
 
 
 def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_items: Any) -> torch.Tensor:
-    """TRL's loss of a micro-batch. In training all passes but the last go backward here.
-
-    The last pass's gradient is the caller's, as that of any loss: it is then that ranks exchange gradients.
-    """
+    """TRL's loss of a micro-batch. All passes but the last go backward here; at the last one's ranks exchange."""
     loss_type, aux_coef, total = trainer.loss_type, trainer.router_aux_loss_coef, 0.0
     *others, last = passes = micro_batch[PASSES]
     trainer.layout.forget_masks()  # of the pass whose backward is behind us

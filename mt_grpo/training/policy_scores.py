@@ -1,4 +1,4 @@
-"""Logprobs of texts under the policy or the reference model, for reward functions."""
+"""Logprobs of texts under the policy, for reward functions."""
 
 from __future__ import annotations
 
@@ -7,63 +7,47 @@ import inspect
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from trl.trainer.utils import use_adapter
 
 from mt_grpo.base.errors import RunError, ServerError
-from mt_grpo.base.rows import column_lists
 from mt_grpo.generation.samples import tagged
 from mt_grpo.images.pictures import inputs_of_rows, is_picture
 from mt_grpo.rollout import Rollout, Turn
 
 # Passed if a reward function names them, unless the data has such a column; then also to others with **kwargs.
-ASKED_COLUMNS = ("policy", "reference", "turn_contexts", "groups")
+ASKED_COLUMNS = ("policy", "turn_contexts", "groups")
 AT_ONCE = 32  # requests of a rank to its server
 TRIES, PAUSE = 3, 2.0  # of one call to servers, and the seconds between two: a 503 may pass
-LONGEST_REQUEST = 120.0  # seconds; `reward_timeout` has to see more than one server
-# Of all models: the policy and its reference may be the same modules, with and without an adapter, and an async reward
-# function asks in another thread than the others.
+LONGEST_REQUEST = 120.0  # seconds: within `reward_timeout` more than one server can be asked
+# An async reward function asks in another thread than the others, and the model is in evaluation mode meanwhile.
 ONE_AT_A_TIME = threading.Lock()
 
 
 def asked_of(functions: list[Callable]) -> set[str]:
-    """The names of `ASKED_COLUMNS` that reward functions have as parameters. `**kwargs` do not count.
-
-    >>> def gain(rollout_turns, policy, **kwargs): ...
-    >>> asked_of([gain, lambda turn_contexts: 0, lambda **kwargs: 0]) == {"policy", "turn_contexts"}
-    True
-    """
+    """The names of `ASKED_COLUMNS` that reward functions have as parameters. `**kwargs` do not count."""
     parameters = [each for function in functions for each in inspect.signature(function).parameters.values()]
     by_name = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return by_name & set(ASKED_COLUMNS)
 
 
 class PolicyScores:
-    """Computes logprobs under the policy (parameter `policy` of a reward) or the reference model (`reference`).
+    """Computes logprobs under the policy, for reward functions with the parameter `policy`.
 
-    `ask` gives for pairs (context, continuation) a dict with the logprobs of each continuation. `written` is the tool
-    format of the conversations, and `context` the most tokens of a pair, plus one; None: no limit is known.
+    `ask` gives for pairs (context, continuation) a dict with the logprobs of each continuation, `written` is the tool
+    format, and `context` the most tokens of a pair, plus one; None: no limit is known.
     """
 
-    def __init__(self, ask: Callable, written: Any, version: Callable[[], str], context: int | None = None):
-        self._ask, self._written, self._version, self._context = ask, written, version, context or float("inf")
-
-    @property
-    def version(self) -> str:
-        """The version of the weights that score. With `max_staleness` a server's are newer than those that sampled."""
-        return self._version()
+    def __init__(self, ask: Callable, written: Any, context: int | None = None):
+        self._ask, self._written, self._context = ask, written, context or float("inf")
 
     def logprobs(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[list[float]]:
         """The logprob of each id of `continuations[i]` after `contexts[i]`, at temperature 1, on the full vocabulary.
 
-        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit (`fits`) or whose continuation
-        has an image, which is never sampled, and for lists that differ in length.
+        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit, or that continues by an image.
         """
         pairs = list(zip(map(tuple, contexts), map(tuple, continuations), strict=True))
         for i, pair in enumerate(pairs):
@@ -78,14 +62,6 @@ class PolicyScores:
     def fits(self, context: Sequence[int], continuation: Sequence[int]) -> bool:
         """Whether a context and a continuation are not empty and fit into the model's context together."""
         return bool(context) and bool(continuation) and len(context) + len(continuation) < self._context
-
-    def of_turns(self, rollout: Rollout) -> list[list[float]]:
-        """The logprobs of each turn's sampled ids, a list per turn; empty without ids, or if they do not fit."""
-        contexts, sampled = turn_contexts(rollout), [turn.token_ids for turn in rollout.turns]
-        pairs = [(ids[: len(ids) - len(own)], own) for ids, own in zip(contexts, sampled)]
-        fitting = [pair if self.fits(*pair) else None for pair in pairs]
-        found = iter(self.logprobs(*([pair[k] for pair in fitting if pair] for k in (0, 1))))
-        return [next(found) if pair else [] for pair in fitting]
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without special tokens."""
@@ -105,12 +81,7 @@ class PolicyScores:
 
 
 def turn_contexts(rollout: Rollout) -> list[list[int]]:
-    """The ids that the policy had read and sampled at the end of each turn, without the turn's observation.
-
-    >>> first, second = Turn([10, 11], None, "", "stop", observation_ids=[20]), Turn([30], None, "", "stop")
-    >>> turn_contexts(Rollout([], [1, 2], turns=[first, second]))
-    [[1, 2, 10, 11], [1, 2, 10, 11, 20, 30]]
-    """
+    """The ids that the policy had read and sampled at the end of each turn, without the turn's observation."""
     contexts: dict[int, list[int]] = {}
     for record in rollout.records:
         ids = record.prompt_ids
@@ -123,11 +94,10 @@ def turn_contexts(rollout: Rollout) -> list[list[int]]:
 def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None] = lambda: None) -> PolicyScores:
     """Logprobs on one or several vLLM servers in turn, with `prompt_logprobs`. `client` is that of one or of all.
 
-    INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
-    is away does not answer: the others are asked. If a request fails, or one of those that were asked does not hold
-    these weights afterwards, everything is asked again. `pushed` returns the version of the last push, or None.
+    INVARIANT: all answers are of the weights that were pushed last, of which `pushed` returns the version. Servers
+    that hold others are not asked; if one fails or holds others afterwards, everything is asked again.
     """
-    turn = itertools.count()
+    servers = getattr(client, "servers", [client])
 
     def holds(server: Any) -> bool:
         version = pushed()
@@ -137,19 +107,16 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
             return False
 
     def score(server: Any, pair: tuple) -> list[float]:
-        timeout = min(server.request_timeout, LONGEST_REQUEST)
-        return server.score([*pair[0], *pair[1]], timeout=timeout)[-len(pair[1]) :]
+        return server.score([*pair[0], *pair[1]], timeout=LONGEST_REQUEST)[-len(pair[1]) :]
 
     def ask(pairs: list[tuple]) -> dict[tuple, list[float]]:
         problem: Exception | str = "No server holds them."
         for number in range(TRIES):
             time.sleep(PAUSE * bool(number))
-            servers = getattr(client, "servers", [client])
             asked = [servers[n] for n in getattr(client, "joined", range(len(servers))) if holds(servers[n])]
-            in_turn = [asked[next(turn) % len(asked)] for _ in pairs if asked]
             try:
                 with ThreadPoolExecutor(AT_ONCE, "mt-grpo-policy") as pool:
-                    found = list(pool.map(score, in_turn, pairs))
+                    found = list(pool.map(score, itertools.cycle(asked), pairs))
             except ServerError as error:
                 problem = error
                 continue
@@ -160,10 +127,10 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
             f"{problem}"
         )
 
-    return PolicyScores(ask, written, client.weight_version, client.max_model_len)
+    return PolicyScores(ask, written, client.max_model_len)
 
 
-def scores_of_model(model: Any, written: Any, autocast: Callable, version: Callable[[], str]) -> PolicyScores:
+def scores_of_model(model: Any, written: Any, autocast: Callable) -> PolicyScores:
     """Logprobs of a model of this process: a forward pass per pair, in a context that `autocast` makes."""
 
     def score(pair: tuple) -> list[float]:
@@ -185,58 +152,22 @@ def scores_of_model(model: Any, written: Any, autocast: Callable, version: Calla
 
     config = getattr(getattr(model, "module", model), "config", None)  # that of a DeepSpeed engine is the engine's
     limit = config and getattr(config.get_text_config(), "max_position_embeddings", None)
-    return PolicyScores(ask, written, version, limit and limit + 1)
-
-
-def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
-    """The columns `policy` and `reference` for a trainer's reward functions, those that a function names."""
-    asked = asked_of(trainer.reward_functions.functions) & {"policy", "reference"}
-    if asked:
-        asked -= column_lists(trainer.batch.rows, trainer.batch.data).keys()
-    return {name: {"policy": policy_of, "reference": reference_of}[name](trainer) for name in sorted(asked)}
+    return PolicyScores(ask, written, limit and limit + 1)
 
 
 def policy_of(trainer: Any) -> PolicyScores:
     """The scores of a trainer's policy. Raises `RunError` for a server with an adapter and a sharded model."""
-    if trainer.backend != "server":
-        version = trainer._weight_counter
-        return of_process(trainer, trainer.model, trainer.accelerator.autocast, lambda: str(version.version))
-    if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
-        raise RunError(
-            "A reward function asks the policy, and the server samples with an adapter, with which it cannot "
-            "score. Set weight_sync: disk (or nccl), which sends merged weights."
-        )
     written = trainer.env.format_of(trainer.env.tokenizer)
-    return scores_of_servers(trainer.client, written, lambda: trainer.weight_sync.pushed)
-
-
-def reference_of(trainer: Any) -> PolicyScores:
-    """The scores of a trainer's reference model: TRL's own (`beta` above 0), or the base of a LoRA.
-
-    It runs in this process, also if a server samples. Raises `RunError` without a reference, and if it is sharded.
-    """
-    autocast, model = trainer.accelerator.autocast, trainer.ref_model
-    if model is None:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        if not is_peft_model(model):
+    if trainer.backend == "server":
+        if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
             raise RunError(
-                "A reward function asks `reference`, and the run has no reference model. Set beta above 0, so that "
-                "TRL loads one, or train a LoRA, whose base model is the reference."
+                "A reward function asks the policy, and the server samples with an adapter, with which it cannot "
+                "score. Set weight_sync: disk (or nccl), which sends merged weights."
             )
-
-        @contextmanager
-        def autocast() -> Iterator[None]:
-            with trainer.accelerator.autocast(), use_adapter(model, "ref" if "ref" in model.peft_config else None):
-                yield
-
-    return of_process(trainer, model, autocast, lambda: "reference")
-
-
-def of_process(trainer: Any, model: Any, autocast: Callable, version: Callable[[], str]) -> PolicyScores:
-    """The scores of a model that this process holds whole."""
+        return scores_of_servers(trainer.client, written, lambda: trainer.weight_sync.pushed)
     if trainer._is_sharded:
         raise RunError(
             "A reward function asks a model that DeepSpeed or FSDP shards, whose forward passes are collective. A "
-            "vLLM server scores the policy (use_vllm: true); `reference` needs a model that is not sharded."
+            "vLLM server scores the policy (use_vllm: true)."
         )
-    return scores_of_model(model, trainer.env.format_of(trainer.env.tokenizer), autocast, version)
+    return scores_of_model(trainer.model, written, trainer.accelerator.autocast)

@@ -25,21 +25,21 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from trl.trainer.utils import get_callable_name
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.base.rows import WrittenRow, column_lists, is_image, number_of, prompts_of, row_text
+from mt_grpo.base.rows import WrittenRow, column_lists, is_image, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.running import ToolTimeout, run_tool
 from mt_grpo.images.pictures import readable_messages
 from mt_grpo.rollout import Rollout, ToolCall, Turn, id_hash, join
 from mt_grpo.training.batch import NAN, Batch, most_of_ranks, nansum, pad_rows
-from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, scores_of_trainer, turn_contexts
+from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, policy_of, turn_contexts
 
 logger = logging.getLogger(__name__)
 AGAIN = 1.0  # seconds between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
 GRACE = 30.0  # seconds after the limit, at which the process of a function that cannot be interrupted ends
-SEARCH_SECONDS = 10.0  # for all calls with one rollout each, after an error
 # Nobody else uses it: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
 WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
@@ -70,10 +70,7 @@ class RewardFunctions:
         outcome_weights: list[float] | None = None,
         optional: bool = False,
     ) -> RewardFunctions:
-        """Combine the user's functions and weights (None: 1 each) with those of the class of conversations `env`.
-
-        The functions of an environment and its tools have weight 1. If `optional` is true there may be none at all.
-        """
+        """Combine the user's functions and weights with those of `env`, of weight 1. `optional`: there may be none."""
         turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
         check_rewards(turn + own_turn, outcome + own_outcome, optional)
@@ -89,19 +86,12 @@ class RewardFunctions:
         return max(zip(weights, self.outcome_names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
 
     def score(
-        self,
-        batch: Batch,
-        columns: dict[str, Any],
-        timeout: float,
-        device: torch.device,
-        only: list[bool] | None = None,
+        self, batch: Batch, columns: dict[str, Any], timeout: float, device: torch.device, only: list | None = None
     ) -> list[list]:
         """Call each function for the B rollouts. Its value per rollout is a number, a list of one per turn, or None.
 
-        A rollout whose environment failed is not passed to any function, and has None. `columns` are further
-        arguments: `trainer_state`, `log_extra`, `log_metric`, and `policy` if a function asks for it. `only` says
-        which of the B rollouts the functions see. Raises `RuntimeError` for a function that raised or took longer than
-        `timeout` seconds, with the row of the data, and `ValueError` for other values.
+        Functions do not see rollouts whose environment failed, and others than `only`; these have None. `columns` are
+        further arguments: `trainer_state`, `log_extra`, `log_metric`, and `policy` if a function asks for it.
         """
         places = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
         values: list[list] = [[None] * len(batch.rollouts) for _ in self.functions]
@@ -131,12 +121,8 @@ class RewardFunctions:
         if "groups" in asked:  # whole groups: `check_groups`
             given["groups"] = [(batch.first + i) // batch.group_size for i in places]
 
-        def of_row(place: int) -> str:
-            number, split = number_of(rows[place], batch.data), "training" if batch.mode == "train" else "test"
-            return "" if number is None else f" (row {number} of the {split} data, counted from 0)"
-
         with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
-            found = run_rewards(self.functions, given, timeout, of_row)
+            found = run_rewards(self.functions, given, timeout)
         for f, column in enumerate(found):
             check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
             for place, value in zip(places, column):
@@ -161,7 +147,8 @@ class RewardFunctions:
         num_turns = max(1, most_of_ranks(max(len(rollout.turns) for rollout in batch.rollouts), accelerator))
         only = [True] * len(batch.rollouts) if fresh is None else batch.own(fresh).tolist()
         columns = {"trainer_state": trainer.state, "log_extra": batch.add_extra, "log_metric": trainer._log_metric}
-        columns |= scores_of_trainer(trainer)
+        if "policy" in asked_of(self.functions) - column_lists(batch.rows, batch.data).keys():
+            columns["policy"] = policy_of(trainer)
 
         def run() -> None:
             values = self.score(batch, columns, trainer.args.reward_timeout, accelerator.device, only)
@@ -186,9 +173,8 @@ def warn_of_uncounted(turns: list[Turn]) -> None:
     for call, result in join(list(zip(turn.calls, turn.results)) for turn in turns):
         if result.reward is not None:
             return tell_once(
-                f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored, because "
-                "the tool is not annotated to return rewards. Annotate the function with -> ToolResult (for tools "
-                "that `reset` creates: give the class `tools: list = []`), or read it in a reward function.",
+                f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored. Annotate "
+                "the function with -> ToolResult (for tools of `reset`: give the class `tools: list = []`).",
                 "rewards of results",
             )
 
@@ -204,66 +190,38 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
     for kind, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
-        for place, func in enumerate(funcs):
-            if any(func is other for other in funcs[:place]):
-                raise ValueError(
-                    f"{kind}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
-                    f"set its weight with {kind.lower()}_reward_weights."
-                )
-            if isinstance(func, torch.nn.Module) or not callable(func):
-                raise ValueError(
-                    f"A reward must be a function, got {func!r:.100}. For a reward model, write a function that runs "
-                    "the model, or that asks it over HTTP, such as rewards/judge_reward.py."
-                )
+        for func in funcs:
+            name = get_callable_name(func)
+            if sum(func is other for other in funcs) > 1:
+                raise ValueError(f"{kind}_REWARD_FUNCS lists {name} twice. Set {kind.lower()}_reward_weights instead.")
             if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
-                raise ValueError(
-                    f"Reward {reward_name(func)} takes no **kwargs. Add it: every dataset column is passed by name."
-                )
-
-
-def without_partial(func: Callable) -> Callable:
-    """The function inside of a partial, which may be one of a partial."""
-    return without_partial(func.func) if isinstance(func, functools.partial) else func
-
-
-def reward_name(func: Callable) -> str:
-    """The name of a reward, as in TRL: that of a partial's function, or of a callable object's class.
-
-    >>> reward_name(functools.partial(functools.partial(sorted), reverse=True)), reward_name(reward_name)
-    ('sorted', 'reward_name')
-    """
-    func = without_partial(func)
-    return getattr(func, "__name__", type(func).__name__)
+                raise ValueError(f"Reward {name} takes no **kwargs. Add it: every dataset column is passed by name.")
 
 
 def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
     """Make the `__name__` of each function unique: the second `length` becomes `length_2`. Returns the lists.
 
-    INVARIANT: no two rewards have one name. Metrics, logs and facts are by name: one would stand for both.
+    INVARIANT: no two rewards have one name: metrics, logs and facts are by name.
     """
     taken: set[str] = set()
 
     def apart(func: Callable) -> Callable:
-        name, number = reward_name(func), 2
+        first, number = get_callable_name(func), 2
+        name = first
         while name in taken:
-            name, number = f"{reward_name(func)}_{number}", number + 1
+            name, number = f"{first}_{number}", number + 1
         taken.add(name)
-        if name != reward_name(func):
-            logger.warning(f"Two rewards are called {reward_name(func)}. The second is logged as {name}. Rename it.")
+        if name != first:
+            logger.warning(f"Two rewards are called {first}. The second is logged as {name}. Rename it.")
         if getattr(func, "__name__", None) == name:
             return func
 
-        async def run_async(**kwargs: Any) -> Any:
+        async def awaited(**kwargs: Any) -> Any:
             return await func(**kwargs)
 
-        def run(**kwargs: Any) -> Any:
-            return func(**kwargs)
-
-        inner = without_partial(func)
-        waits = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(inner).__call__)
-        named = run_async if waits else run
-        named.__name__, named.__module__, named.__wrapped__ = name, inner.__module__, inner
-        named.__signature__ = inspect.signature(func)
+        waits = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
+        named = awaited if waits else lambda **kwargs: func(**kwargs)
+        named.__name__, named.__module__, named.__wrapped__ = name, func.__module__, func
         return named
 
     return [[apart(func) for func in funcs] for funcs in lists]
@@ -280,10 +238,9 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
 
 
 def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
-    """(turn, outcome) reward functions that return the rewards of environments and tools, named as they are logged.
+    """(turn, outcome) reward functions of environments and tools: `environment` (of replies) and `tool` (of results).
 
-    Turn: `environment` (of replies) and `tool` (of results). Outcome: one per class with `get_reward`, and its
-    `outcome_reward_funcs`.
+    Outcome: one per class with `get_reward`, and its `outcome_reward_funcs`.
     """
 
     def environment(rollout_turns: list, **kwargs) -> list:
@@ -337,8 +294,7 @@ def own_copy(value: Any) -> Any:
 def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
     """Context manager in which functions draw random numbers of torch, `random` and numpy that are not the run's.
 
-    INVARIANT: no reward changes what a run samples or trains, also if it calls `torch.manual_seed(0)`. What functions
-    draw differs from step to step and from `call` to call of a step, and is the same in a resumed run.
+    INVARIANT: no reward changes what a run samples. Its draws differ by step and `call`, and not in a resumed run.
     """
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -360,32 +316,43 @@ class OutOfTime(BaseException):
     """Raised inside a reward at its limit. Many rewards catch any `Exception`."""
 
 
-class Failed(Exception):
-    """(function, error): an error of a reward function, whose name is not in the error itself."""
+@contextmanager
+def named_errors(func: Callable, timeout: float) -> Iterator[None]:
+    """Context manager in which an error of a reward function becomes a `RuntimeError` that names the function."""
+    try:
+        yield
+    except ToolTimeout:
+        raise RuntimeError(
+            f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s. Check the server that it may ask, "
+            "or raise reward_timeout if it needs longer."
+        ) from None
+    except Exception as error:
+        place = where_raised(func, error)
+        raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)} ({place})") from error
 
 
-def run_rewards(
-    funcs: list[Callable],
-    columns: dict[str, Any],
-    timeout: float,
-    of_row: Callable[[int], str] = lambda place: "",
-) -> list:
+def where_raised(func: Callable, error: BaseException) -> str:
+    """The file and the line of the function's own file that ran last, and of what it called, if that raised."""
+    func = inspect.unwrap(func)
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = inspect.unwrap(func if hasattr(func, "__code__") else type(func).__call__)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if hasattr(func, "__code__") and frame.filename == func.__code__.co_filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]]]
+    return ", which called ".join(dict.fromkeys(places))
+
+
+def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) -> list:
     """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
 
     INVARIANT: each function gets its own copy of the columns. Raises `RuntimeError` for the first function that
-    raised, or took longer than `timeout` seconds, with the rollout for which it raises and its row (`of_row`).
+    raised, or took longer than `timeout` seconds.
     """
-
-    @contextmanager
-    def of(func: Callable) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise Failed(func, error) from error
 
     async def awaited(func: Callable) -> Any:
         began = time.monotonic()
-        with of(func):
+        with named_errors(func, timeout):
             value = await run_tool(func, own_copy(columns), timeout)
             if time.monotonic() - began > timeout + 0.5:  # no limit reaches what blocks the event loop
                 raise ToolTimeout
@@ -397,18 +364,9 @@ def run_rewards(
     try:
         for i, func in enumerate(funcs):
             if not is_async[i]:
-                with of(func):
+                with named_errors(func, timeout):
                     values[i] = call_in_time(func, columns, timeout)
         found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
-    except Failed as failed:
-        running.cancel()
-        func, error = failed.args
-        if isinstance(error, ToolTimeout):
-            raise RuntimeError(
-                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
-                "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
-            ) from None
-        raise RuntimeError(error_of_reward(func, error, columns, of_row)) from error
     except TimeoutError:
         raise RuntimeError(
             f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
@@ -423,8 +381,7 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
     """Call a function on a copy of its columns. It may return an awaitable, which is then awaited.
 
     At the limit a signal interrupts it, and is repeated until it ends. If it stays in C, `faulthandler` prints where
-    it hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever. Raises
-    `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
+    it hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever.
     """
     over, began, runs, late = threading.Event(), time.monotonic(), True, False
 
@@ -470,52 +427,6 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
     return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
 
 
-def error_of_reward(func: Callable, error: Exception, columns: dict[str, Any], of_row: Callable[[int], str]) -> str:
-    """Say which function raised what, at which line, and for which rollout."""
-    text, place = error_line(error), place_that_raises(func, error, columns)
-    if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
-        text += f": there is no such column. Columns: {', '.join(columns)}"
-    row = "It does not raise this for any single rollout."
-    if place is not None:
-        trained = {*REWARD_COLUMNS, "turn_contexts"}
-        of_data = {k: v[place] for k, v in columns.items() if k not in trained and isinstance(v, list)}
-        row = f"It raises this for rollout {place} alone, whose row is {row_text(of_data)}{of_row(place)}"
-    return f"Reward {func.__name__} raised {text} ({where_raised(func, error)}). {row}"
-
-
-def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any]) -> int | None:
-    """The place of the first rollout for which a function raises alone, the same kind of error at the same line.
-
-    Its calls may last `SEARCH_SECONDS` together, and log nothing.
-    """
-    end = time.monotonic() + SEARCH_SECONDS
-    silent = {name: lambda *args: None for name in ("log_extra", "log_metric") if name in columns}
-    for place in range(len(columns["prompts"])):
-        part = {key: [v[place]] if isinstance(v, list) else v for key, v in columns.items()} | silent
-        seconds = max(end - time.monotonic(), 0.001)
-        try:
-            if inspect.iscoroutinefunction(func):
-                run_async(run_tool(func, own_copy(part), seconds))
-            else:
-                call_in_time(func, part, seconds)
-        except ToolTimeout:
-            return None
-        except Exception as again:
-            if type(again) is type(error) and where_raised(func, again) == where_raised(func, error):
-                return place
-    return None
-
-
-def where_raised(func: Callable, error: BaseException) -> str:
-    """The file and the line of the function's own file that ran last, and of what it called, if that raised."""
-    inner = inspect.unwrap(without_partial(func))
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    places = [f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]]]
-    return ", which called ".join(dict.fromkeys(places))
-
-
 # -- the values of reward functions --
 
 
@@ -530,12 +441,7 @@ class Scores(NamedTuple):
     num_tokens: torch.Tensor | None = None  # (N, K) int64: the turn's trained tokens
 
     def weighted(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields of a `RewardTable`: the weighted `outcome`, `rollout_turn` (N,), `turn` (N, K), and the flags.
-
-        >>> scores = Scores(torch.tensor([[NAN, 1.0]]), torch.tensor([[[0.5], [NAN]]]))
-        >>> list(scores.weighted(torch.tensor([2.0, 3.0])).values())[:3]  # NaN where no number was given
-        [tensor([3.]), tensor([nan]), tensor([[1., nan]])]
-        """
+        """The fields of a `RewardTable`: the weighted `outcome`, `rollout_turn` (N,), `turn` (N, K), and the flags."""
         first, flags = self.per_turn.shape[2], self._asdict()  # the first outcome function
         # INVARIANT: weight 0 gives no number. With None, 0 times a number would be the reward 0, which is compared.
         weights = torch.where(weights == 0, NAN, weights)
@@ -543,19 +449,10 @@ class Scores(NamedTuple):
         # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
         has_outcome = not weights[first:].isnan().all()
         outcome = nansum(numbers[:, first:], 1) if has_outcome else numbers.new_zeros(len(numbers))
-        return {
-            "outcome": outcome,
-            "rollout_turn": nansum(numbers[:, :first], 1),
-            "turn": nansum(per_turn, 2),
-            **flags,
-        }
+        return {"outcome": outcome, "rollout_turn": nansum(numbers[:, :first], 1), "turn": nansum(per_turn, 2)} | flags
 
     def logged(self) -> torch.Tensor:
-        """(N, F) for TRL's logs: a turn function's sum over the turns, where it gave a list.
-
-        >>> Scores(torch.tensor([[NAN, 1.0]]), torch.tensor([[[0.5], [0.25]]])).logged()
-        tensor([[0.7500, 1.0000]])
-        """
+        """(N, F) for TRL's logs: a turn function's sum over the turns, where it gave a list."""
         sums, logged = nansum(self.per_turn, 1), self.whole.clone()
         first = sums.shape[1]
         logged[:, :first] = torch.where(sums.isnan(), logged[:, :first], sums)
@@ -573,10 +470,7 @@ class Scores(NamedTuple):
 
 
 def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
-    """Raise `ValueError` unless a function returned one value per rollout, which may be a list if `per_turn` is true.
-
-    Such a list has one value per turn. Every value is a finite number or None.
-    """
+    """Raise `ValueError` unless a function gave each rollout a finite number or None, or a list if `per_turn`."""
     if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
@@ -598,11 +492,7 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
 
 
 def is_finite(number: Any) -> bool:
-    """Whether a value is a number that is finite in float32. Texts and tensors of several numbers are not.
-
-    >>> [is_finite(number) for number in (1, True, "1", 1j, 10**400, float("nan"), torch.ones(2), torch.ones(1))]
-    [True, True, False, False, False, False, False, True]
-    """
+    """Whether a value is a number that is finite in float32. Texts and tensors of several numbers are not."""
     try:
         return not isinstance(number, (str, bytes)) and abs(float(number)) <= torch.finfo(torch.float32).max
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -622,11 +512,10 @@ def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> t
     return whole, per_turn
 
 
-def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def turn_flags(rollouts: list[Rollout], num_turns: int) -> list[torch.Tensor]:
     """Two bool tensors (B, K): whether a turn has an observation, and whether the rollout has the turn."""
     flags = [[turn.has_observation for turn in rollout.turns] for rollout in rollouts]
-    sampled = [[True] * len(row) for row in flags]
-    return pad_rows(flags, num_turns, False, torch.bool), pad_rows(sampled, num_turns, False, torch.bool)
+    return [pad_rows(rows, num_turns, False, torch.bool) for rows in (flags, [[True] * len(row) for row in flags])]
 
 
 def state_numbers(rollout: Rollout) -> list[int]:
@@ -641,9 +530,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
             digest = history.digest()
             if turn.state_key is not None:
                 if not is_plain(turn.state_key):
-                    raise ValueError(
-                        f"state_key returned {turn.state_key!r}, expected a string, a number or a tuple of them."
-                    )
+                    raise ValueError(f"state_key returned {turn.state_key!r}, expected a string, a number or a tuple.")
                 digest = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8).digest()
             numbers[k] = int.from_bytes(digest[:8], "big") >> 1  # never -1, which means "no turn"
             id_hash(turn.token_ids + turn.observation_ids, history)
@@ -652,6 +539,6 @@ def state_numbers(rollout: Rollout) -> list[int]:
 
 def is_plain(key: Any) -> bool:
     """Whether the `repr` of a key is the same in every process."""
-    if isinstance(key, (tuple, list)):
-        return all(map(is_plain, key))
-    return isinstance(key, (str, int, float, type(None)))
+    return (
+        all(map(is_plain, key)) if isinstance(key, (tuple, list)) else isinstance(key, (str, int, float, type(None)))
+    )

@@ -1,10 +1,8 @@
 """Rows in which a prompt stands once: the records of its group behind it, without padding.
 
-Records are laid out as a tree: what several of them begin with stands once, and behind it stand their own tokens. That
-is the prompt of a group, what is alike in the prompts of several groups (a system prompt, schemas of tools), and what
-a record of an edited history has in common with the one before it. Positions go on from what comes before. In the
-attention a token reads what comes before it in its own record. So linear layers see nothing twice and no padding, and
-each token has the hidden state that it has in a row of its own.
+Records are laid out as a tree: what several of them begin with stands once, such as the prompt of a group or a system
+prompt, and their own tokens follow. In the attention a token reads what comes before it in its own record. So linear
+layers see nothing twice, and each token has the hidden state that it has in a row of its own.
 """
 
 from __future__ import annotations
@@ -71,11 +69,7 @@ class Node:
 
 
 def common_length(one: list[int], other: list[int], start: int = 0) -> int:
-    """How many tokens of `one`, and of `other` from `start` on, are the same from the beginning.
-
-    >>> common_length([1, 2, 3], [9, 1, 2, 4], 1)
-    2
-    """
+    """How many tokens of `one`, and of `other` from `start` on, are the same from the beginning."""
     limit = min(len(one), len(other) - start)
     if one[:limit] == other[start : start + limit]:
         return limit
@@ -85,11 +79,9 @@ def common_length(one: list[int], other: list[int], start: int = 0) -> int:
 class SharedRow:
     """Examples, by their numbers among the B rows of a batch, as one row of L tokens of which S logprobs are wanted.
 
-    `shape` is (B, C), that of the batch's completions. `position_ids` are (1, L), or (3, 1, L) of time, height and
-    width where there are images, each of which is in `shown`. `scored`, (S,), is where the token before a wanted one
-    stands; `labels`, (1, S), are the wanted tokens, -100 for one that nobody wants. The row is cut into segments of
-    these `sizes`. The attention of a segment `reads` segments, the last of which is itself, of `num_keys` tokens
-    together.
+    `shape` is (B, C), of the batch's completions. `position_ids` are (1, L), or (3, 1, L) with images (`shown`).
+    `scored`, (S,), is where the token before a wanted one stands; `labels`, (1, S), are the wanted tokens. The row is
+    cut into segments of these `sizes`, each of which `reads` segments, itself the last, of `num_keys` tokens.
 
     >>> examples = {0: Example([1, 2, 3], [4, 5], [1, 1]), 1: Example([1, 2, 3], [6, 7, 8], [0, 1, 0])}
     >>> row = SharedRow(examples, (2, 3))
@@ -158,11 +150,7 @@ class SharedRow:
 
     @cached_property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """The row as an attention kernel for sequences of different lengths reads it: each segment is one sequence.
-
-        (where the tokens stand that each segment reads; ends of the segments, and of what they read; the longest of
-        both).
-        """
+        """Where the tokens stand that each segment reads; ends of the segments and of these; the longest of both."""
         places = torch.arange(len(self)).split(self.sizes)
         keys = torch.cat([places[k] for reads in self.reads for k in reads])
         ends = (torch.tensor([0, *each]).cumsum(0, dtype=torch.int32) for each in (self.sizes, self.num_keys))
@@ -190,9 +178,6 @@ def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int
     Where a row has images (it is not `flat`) each is (time, height, width), that of Qwen's models (M-RoPE, arXiv
     2409.12191). An image has one time, and its rows and columns count from there. What follows begins after the
     largest.
-
-    >>> positions_of([7, 8], 3, True), positions_of([7, 8], 3, False)
-    (([3, 4], 5), ([(3, 3, 3), (4, 4, 4)], 5))
     """
     if flat:
         return list(range(first, first + len(ids))), first + len(ids)
@@ -235,10 +220,7 @@ def working_kernel(heads: int, key_heads: int, size: int, dtype: torch.dtype, de
 def by_kernel(
     kernel: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: SharedRow, scale: float | None
 ) -> torch.Tensor:
-    """Attention of all segments in one call, (1, L, heads, size of a head).
-
-    A kernel's causal mask is aligned at the end: a segment's last token reads all of its keys.
-    """
+    """Attention of all segments in one call, (1, L, heads, size of a head). The causal mask is aligned at the end."""
     keys, *lengths = row.lengths
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (L, heads, size of a head)
     grouped = query.shape[1] != key.shape[1]

@@ -185,14 +185,6 @@ def test_a_column_that_no_row_of_a_batch_has_is_none_for_rewards(random_model, t
     assert trainer.batch.logged.tolist() == [[1.0]] * 8
 
 
-def test_a_row_is_given_anew_each_time(tmp_path):
-    """What an environment does with its row reaches neither its group nor the next epoch."""
-    data = load_rows(written(tmp_path / "rows.jsonl", [{"prompt": "?", "files": {"a": []}}]), "train")
-    data[0]["files"]["a"].append("changed")
-    data[0]["prompt"].clear()
-    assert data[0] == {"prompt": [{"role": "user", "content": "?"}], "files": {"a": []}}
-
-
 def test_an_environment_changes_no_row_but_its_own(random_model):
     """As `evaluate` begins samples of one problem, which are of the same row."""
     row = {"prompt": "?", "board": {"stones": [1, 2]}}
@@ -216,7 +208,7 @@ def test_rows_are_read_as_those_of_a_data_set(tmp_path):
     rows = [{"prompt": str(i), **({"n": i} if i % 2 else {})} for i in range(6)]
     data = load_rows(written(tmp_path / "rows.jsonl", rows), "train", size=5)
     assert (len(data), data.column_names, data["n"]) == (5, ["prompt", "n"], [None, 1, None, 3, None])
-    assert data[-2]["n"] == 3 and data[3:] == [data[3], data[4]]
+    assert data[-2]["n"] == 3
     for key, error in ((5, IndexError), (-6, IndexError), ("m", KeyError)):
         with pytest.raises(error):
             data[key]
@@ -227,7 +219,6 @@ def test_rows_are_read_as_those_of_a_data_set(tmp_path):
 # =====================================================================================================================
 
 SOLUTION = "She earns 18 * 100 dollars.\n#### 1,800"
-TRIVIA = {"value": "Seine", "aliases": ["Seine", "River Seine"], "type": "WikipediaEntity"}
 
 
 def test_empty_lines_are_no_rows(tmp_path):
@@ -236,14 +227,6 @@ def test_empty_lines_are_no_rows(tmp_path):
     for size in (1, 2, 3, None):
         rows = load_rows(str(path), "train", size)
         assert [row["prompt"][0]["content"] for row in rows] == ["0", "1", "2"][:size]
-
-
-def test_an_answer_is_the_datas_own(tmp_path):
-    """In every form: a worked solution, an answer with aliases, what a benchmark calls one, a number, a list."""
-    answers = [SOLUTION, TRIVIA, {"text": "2"}, {"value": None}, 2, [1, "x"], False, {"value": "a", "aliases": [{}]}]
-    rows = [{"question": "?", "answer": answer} for answer in answers]
-    data = load_rows(written(tmp_path / "rows.jsonl", rows), "train")
-    assert json.dumps(data["answer"]) == json.dumps(answers)
 
 
 def test_a_data_set_in_python_is_used_untouched(random_model, tmp_path):
@@ -362,23 +345,6 @@ def test_columns_without_an_image_are_of_no_harm(random_model, tmp_path, empty):
 # =====================================================================================================================
 # Many rows, and the same rows again
 # =====================================================================================================================
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_rows_take_little_more_than_their_file(tmp_path):
-    """Objects of these rows would take 150 MB and more."""
-    line = '{"prompt": "What is %d?", "config": {"files": {"f%d": %d}}, "truth": [{"name": "cat", "n": %s}, %d]}\n'
-    with open(tmp_path / "rows.jsonl", "w") as file:
-        file.writelines(line % (i, i % 50, i, "null" if i % 3 else "2.5", i) for i in range(100_000))
-    size = (tmp_path / "rows.jsonl").stat().st_size
-    tracemalloc.start()
-    try:
-        data = load_rows(str(tmp_path / "rows.jsonl"), "train")
-        held, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(data) == 100_000 and held < peak < 2 * size + 2**20
-    assert data[77_777]["config"] == {"files": {"f27": 77_777}} and data[3]["truth"] == [{"name": "cat", "n": 2.5}, 3]
 
 
 def test_the_checks_hold_a_row_at_a_time(random_model, tmp_path):

@@ -15,12 +15,11 @@ from transformers import AddedToken, AutoTokenizer
 
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.control_tokens import (
-    control_pattern,
-    message_pattern,
     neutralise,
     neutralise_json,
     neutralise_messages,
     pattern_of,
+    token_pattern,
 )
 from mt_grpo.conversation.tools.signature import as_tool, named_tools
 from mt_grpo.rollout import Generation, Origin, Reply, StopReason, ToolCall, ToolResult
@@ -81,12 +80,12 @@ def tokens_in(text, name, tokens):
 @EVERY
 def test_what_begins_or_ends_a_message(name):
     tokenizer = tokenizer_of(name)
-    pattern = message_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template), format_of(name).ends)
+    pattern = token_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template), format_of(name).ends)
     known = in_vocabulary(name, MESSAGE_TOKENS[name])
     assert len(known) >= 2 and all(pattern.fullmatch(token) for token in known)
     kept = [*in_vocabulary(name, INSIDE[name]), "</result>", "<result>", "<tool>", "<answer>", "user", "a < b"]
     assert not any(pattern.search(text) for text in kept)
-    whole = control_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+    whole = token_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
     assert all(whole.fullmatch(token) for token in [*known, *in_vocabulary(name, INSIDE[name]), "</result>"])
 
 
@@ -137,11 +136,11 @@ def test_further_ends_of_a_turn_end_a_message():
 
 
 def test_what_the_template_writes_behind_a_last_message_ends_one():
-    """Also where it is not the tokenizer's `eos`, as gpt-oss's end of a conversation."""
+    """Also where it is not the tokenizer's `eos`, as gpt-oss's end of a conversation; and what pads a batch."""
     tokenizer = copy.deepcopy(tokenizer_of("gptoss"))
-    tokenizer.eos_token = "<|end|>"
-    message = {"role": "user", "content": "a<|return|>b"}
-    assert neutralise_messages([message], tokenizer, Origin.DATA)[0]["content"] == "a< |return|>b"
+    tokenizer.add_special_tokens({"eos_token": "<|end|>", "pad_token": "<|pad|>"})
+    (read,) = neutralise_messages([{"role": "user", "content": "a<|return|>b<|pad|>c"}], tokenizer, Origin.DATA)
+    assert read["content"] == "a< |return|>b< |pad|>c"
 
 
 def test_a_role_is_no_way_in():
@@ -386,15 +385,6 @@ def test_tokens_that_overlap_are_all_broken():
     tokenizer = tokenizer_of("qwen3")
     assert neutralise("[/a]b[", tokenizer, pattern_of({"[/a]", "]b["})) == "[ /a] b["
     assert pattern_of({"<a>", "<a>b", "c"}).findall("<a>bc<a>") == ["<a>b", "c", "<a>"]
-
-
-def test_what_pads_a_batch_is_no_text_of_a_row():
-    """A chat template does not write it, and a tokenizer calls it special."""
-    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
-    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-    for origin in Origin:
-        (read,) = neutralise_messages([{"role": "user", "content": "a<|pad|>b"}], tokenizer, origin)
-        assert read["content"] == "a< |pad|>b"
 
 
 def test_tuples_of_texts_are_read_as_lists():

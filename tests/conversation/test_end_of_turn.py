@@ -76,15 +76,6 @@ def test_one_token_that_holds_more_than_the_tag_is_kept_whole():
     assert rollout.turns[0].logprobs == backend.requests[0].logprobs[:-1]
 
 
-def test_the_first_closing_tag_wins():
-    for turn in (f"{ANSWER}{ADD}", [*ids("<answer>5"), CLOSES_BOTH]):
-        rollout, _ = converse(turn)
-        assert rollout.stop_reason == StopReason.ANSWERED
-        assert rollout.completion_ids == (ids(ANSWER) if isinstance(turn, str) else turn)
-    rollout, _ = converse(f"{ADD}{ANSWER}", "<answer>6</answer>")
-    assert rollout.completion_ids == ids(ADD + result("5") + "<answer>6</answer>")
-
-
 def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():
     unclosed = '<tool>{"name": '
     rollout, _ = converse(f"{unclosed}<|im_end|>", ANSWER)

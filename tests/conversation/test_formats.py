@@ -14,7 +14,6 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Origin, Parsed, ToolCall, ToolResult
 
@@ -220,16 +219,12 @@ def test_after_a_stop_inside_thinking_only_its_close_stops():
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("", Parsed("")),
         ("5", Parsed("5")),
-        (ADD, Parsed(ADD, [CALL])),
         ("<answer> 5\n</answer>", Parsed("<answer> 5\n</answer>", [], "5")),
         ("<answer></answer>", Parsed("<answer></answer>", [], "")),
         (f"<reasoning><tool></reasoning>{ADD}", Parsed(f"<reasoning><tool></reasoning>{ADD}", [CALL])),
         ("5<|im_end|>", Parsed("5")),
         ("5<|endoftext|>", Parsed("5")),
-        ("</tool>", Parsed("</tool>", [ToolCall(None, {}, "</tool> without <tool> before it")])),
-        ("<tool>{", Parsed("<tool>{", [ToolCall(None, {}, "the call is not closed by </tool>")])),
     ],
 )  # fmt: skip
 def test_xml(text, expected):
@@ -509,7 +504,7 @@ def test_values_of_a_family_are_read_as_the_template_writes_them(name):
         native(name),
         [{"code": "a\nb"}, [r"C:\new", "it's"], {"path": r"C:\new", "deep": [{"a": None}]}, -1.5],
     )
-    texts = [ToolCall("add", {"a": 2, "b": path}) for path in (r"C:\new\table", r"\d+\b", "a\\\nb")]
+    texts = [ToolCall("add", {"a": 2, "b": path}) for path in (r"C:\new\table", r"\d+\b", "a\\\nb", "C:\\")]
     values = [ToolCall("add", {"a": value, "b": r"C:\new"}) for value in lists if name.startswith("lfm2")]
     for call in texts + values:
         written = fmt._render([{"role": "user", "content": "?"}, fmt.turn_message([call])])
@@ -553,7 +548,8 @@ def test_calls_of_a_family(name):
     assert broken.error and broken.name in (None, "add")
     if family.several:
         assert calls(family.first, family.second) == TWO
-        assert calls(family.first, family.broken, family.second) == [TWO[0], broken, TWO[1]]
+        listed = name.startswith("lfm2")  # parsed as a whole
+        assert calls(family.first, family.broken, family.second) == ([broken] if listed else [TWO[0], broken, TWO[1]])
     else:
         assert [call.error for call in calls(family.first, family.second)] == [SEVERAL_CALLS]
 
@@ -612,33 +608,35 @@ def test_a_call_that_was_only_thought_is_not_that_of_a_result(name):
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("lfm2")])
-def test_a_text_inside_an_argument_is_no_call(name):
-    """Where a call of a list cannot be read, the others are read one by one."""
-    fmt = native(name)
-    listed = "<|tool_call_start|>[%s]<|tool_call_end|>"
-    text = "f(x), add(a=9), g(y)"
-    calls, _ = fmt.syntax.split(listed % f"add(a=1, b='{text}'), add(2), add(a=[1, 'x), add(a=8), y'])", TOOLS)
-    assert [call.arguments for call in calls] == [{"a": 1, "b": text}, {}, {"a": [1, "x), add(a=8), y"]}]
-    assert [bool(call.error) for call in calls] == [False, True, False]
-    for text in ("plan(get(1), add(a=9), get(2)), bad(1", "say(b='it's'), add(a=9)"):
-        calls, _ = fmt.syntax.split(listed % text, TOOLS)
-        assert calls and all(call.error for call in calls)
-    assert len(fmt.syntax.split(listed % "1, 2, 3, 4", TOOLS)[0]) == 1
-    calls, _ = fmt.syntax.split(listed % "get-weather(city='x'), fs.read(path='a')", {})
-    assert calls == [ToolCall("get-weather", {"city": "x"}), ToolCall("fs.read", {"path": "a"})]
+def test_a_list_of_calls_in_python(name):
+    """A text inside an argument is no call, names are those of tools, and a list that does not parse is one error."""
+
+    def split(text):
+        return native(name).syntax.split(f"<|tool_call_start|>[{text}]<|tool_call_end|>", TOOLS)[0]
+
+    for text in ("f(x), add(a=9)], g(y", "null true", 'a="b', "=", "# 5"):
+        assert split(f"add(a=1, b='{text}'),\n add(b='')") == [
+            ToolCall("add", {"a": 1, "b": text}),
+            ToolCall("add", {"b": ""}),
+        ]
+    calls = split("get-weather(city='x'), fs.read(a=true), import(a=None), a:b/c(a=-1.5)")
+    assert [call.name for call in calls] == ["get-weather", "fs.read", "import", "a:b/c"]
+    assert [call.arguments for call in calls] == [{"city": "x"}, {"a": True}, {"a": None}, {"a": -1.5}]
+    broken = (
+        "add(a=1), add(2)|plan(get(1), add(a=9))|say(b='it's'), add(a=9)|1, 2||add(a={1})|add(**{'a': 1})|add(a=b)"
+    )
+    for text in (*broken.split("|"), "add(a=1", "'" * 9):
+        assert [(call.name, call.error) for call in split(text)] == [(None, "the call cannot be read")], text
 
 
-@pytest.mark.parametrize(
-    "name, thought",
-    [
-        (
-            "gptoss",
-            "<|channel|>analysis<|message|>a <answer>1</answer><|end|><|start|>assistant<|channel|>final<|message|>",
-        ),
-        ("gemma4", "<|channel>thought\na <answer>1</answer>\n<channel|>"),
-        ("qwen3", "<think>a <answer>1</answer></think>"),
-    ],
-)
+IN_TAGS = {
+    "gptoss": "<|channel|>analysis<|message|>a <answer>1</answer><|end|><|start|>assistant<|channel|>final<|message|>",
+    "gemma4": "<|channel>thought\na <answer>1</answer>\n<channel|>",
+    "qwen3": "<think>a <answer>1</answer></think>",
+}
+
+
+@pytest.mark.parametrize("name, thought", IN_TAGS.items())
 def test_thinking_of_a_family_in_the_papers_tags(name, thought):
     fmt, text = make_format("xml", tokenizer_of(name)), f"{thought}<answer>5</answer>"
     prompt = fmt.tokenizer.apply_chat_template(**fmt.prompt([{"role": "user", "content": "?"}], {}))
@@ -710,8 +708,6 @@ def test_values_without_quotes_are_typed_by_the_tool():
     text = "</think>" + XML % ("3", "7")
     assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS).calls == [ToolCall("add", {"a": 3, "b": "7"})]
     assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt)).calls == [ToolCall("add", {"a": 3, "b": 7})]
-    # A parameter that takes both gets what was written: 007 and 7 are two texts and one number.
-    assert typed("7", {"type": ["integer", "string"]}) == "7" and typed("7", {"type": ["integer", "null"]}) == 7
 
 
 def test_a_template_that_leaves_tools_out_needs_a_system_prompt():

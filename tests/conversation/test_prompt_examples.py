@@ -79,18 +79,6 @@ def test_examples_stand_behind_the_system_prompt_as_a_conversation_has_them(exam
     assert CHATML_TOKENIZER.decode(rollout.prompt_ids) == READ
 
 
-def test_an_example_reads_as_the_conversation_that_the_environment_makes_of_it():
-    """The ids of a sampled conversation, results appended, are those of the same one as an example."""
-    env = make_env(tools=[double])
-    calls = '<tool>{"name": "double", "args": {"number": 4, "unit": "km"}}</tool>'
-    (lived,) = env.generate([[user("Double 4 km.")]], Scripted([[calls, "<answer>8 km</answer>"]]))["rollouts"]
-    shown = make_env([user("Double 4 km."), assistant("", {"number": 4, "unit": "km"}), tool("8 km"),
-                      assistant("<answer>8 km</answer>")])  # fmt: skip
-    (read,) = shown.start([[user("Next")]])
-    lived_text = CHATML_TOKENIZER.decode(lived.prompt_ids + lived.completion_ids)
-    assert CHATML_TOKENIZER.decode(read.prompt_ids).startswith(lived_text.removesuffix("<|im_end|>"))
-
-
 def test_a_rows_own_system_message_stays_in_front():
     env = make_env(PLAIN)
     own = {"role": "system", "content": "Mine."}
@@ -131,17 +119,6 @@ QUOTED = 'She said "no": {"total": 5} \\ done.'
 
 
 @EVERY_FAMILY
-def test_results_of_any_text_stand_in_an_example(name):
-    """Some templates write results as JSON: the quotes are then those of its text."""
-    fmt = native(name)
-    call = {"name": TWO[0].name, "arguments": TWO[0].arguments}
-    example = [user("Add."), {"role": "assistant", "tool_calls": [call]}, tool(QUOTED), assistant("It is 5.")]
-    messages = written_examples(read_prompt_examples([example]), fmt, TOOLS, True)
-    rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt([*messages, user("Next?")], {}), "tokenize": False})
-    assert QUOTED in rendered or json.dumps(QUOTED, ensure_ascii=False)[1:-1] in rendered
-
-
-@EVERY_FAMILY
 def test_examples_read_as_lived_conversations_or_are_refused(name):
     """Two examples, one of two rounds. DeepSeek V3's template writes later calls of a prompt otherwise."""
     fmt = native(name)
@@ -166,15 +143,17 @@ def test_an_example_in_the_calls_of_a_family(name):
     """The chat template writes the example's calls as calls that the format reads, and its results behind them."""
     fmt = native(name)
     number = 2 if fmt.several else 1
-    calls = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in TWO[:number]]
-    example = [user("Add."), {"role": "assistant", "content": "", "tool_calls": calls},
-               *(tool(result.text) for result in RESULTS[:number]), assistant("It is 5.")]  # fmt: skip
+    calls = [{"name": call.name, "arguments": call.arguments} for call in TWO[:number]]
+    results = [QUOTED, "six"][:number]
+    example = [user("Add."), {"role": "assistant", "content": "", "tool_calls": calls}, *map(tool, results),
+               assistant("It is 5.")]  # fmt: skip
     messages = written_examples(read_prompt_examples([example]), fmt, TOOLS, True)
     asked = [{"role": "system", "content": "Use add."}, *messages, user("And now?")]
     rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt(asked, TOOLS), "tokenize": False})
     prompt = rendered[rendered.index("Add.") : rendered.index("It is 5.")]
     assert fmt.syntax.split(prompt, TOOLS)[0] == TWO[:number]
-    assert [prompt.count(result.text.strip()) for result in RESULTS[:number]] == [1] * number
+    assert QUOTED in prompt or json.dumps(QUOTED, ensure_ascii=False)[1:-1] in prompt  # some write results as JSON
+    assert prompt.count("six") == number - 1
 
 
 def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
@@ -223,6 +202,7 @@ WRONG = {
         [[user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
           assistant("y")]], "args: Extra inputs"),
     "blank": ([PLAIN, [user(" "), PLAIN[1]]], "example 2 has an empty message"),
+    "none": ([], "roles out of order"),
 }  # fmt: skip
 
 
@@ -245,19 +225,12 @@ MISWRITTEN = {
     "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
     "two calls in a turn": ([user("x"), assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10"),
                              assistant("y")], "goes on after the end of the turn, or has two calls"),
-    "goes on": ([user("x"), assistant("<answer>8</answer> or 9")], "goes on after the end of the turn.* ' or 9'"),
+    "goes on": ([user("x"), assistant("<answer>8</answer> or 9")], "or 9' goes on after the end of the turn"),
     "control token": ([user("x"), assistant("8<|im_end|>")], "has the token '<|im_end|>'"),
-    "control token by an escape": (
-        [user("x"), {"role": "assistant", "tool_calls": [
-            {"name": "double", "arguments": '{"number": 4, "unit": "\\u003c|im_end|>"}'}]}, tool("8"), assistant("y")],
-        "has the token '<|im_end|>'"),
-    "two results of one call": (
-        [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
-         *({"role": "tool", "content": text, "tool_call_id": "a"} for text in ("8", "9")), assistant("y")],
-        "has 1 calls.* and 2 results"),
-    "ids of other calls": (
-        [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
-         {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")], "ids of the results are not those"),
+    "control token in a call": ([user("x"), assistant("", {"number": 4, "unit": "<|im_end|>"}), tool("8"),
+                                 assistant("y")], "has the token '<|im_end|>'"),
+    "two results of one call": ([user("x"), assistant("", {"number": 4}), tool("8"), tool("9"), assistant("y")],
+                                "has 1 calls.* and 2 results"),
 }  # fmt: skip
 
 
@@ -268,12 +241,13 @@ def test_examples_that_a_format_cannot_have(example, error):
         written_examples(read_prompt_examples([PLAIN, example]), fmt, {"double": double}, True)
 
 
-def test_a_result_may_be_empty():
-    example = [user("x"), assistant("", {"number": 4}), tool(""), assistant("y")]
-    messages = written_examples(
-        read_prompt_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
-    )
-    assert messages[2] == user("<result>\n\n</result>")
+@pytest.mark.parametrize("text, shown", [("", ""), ("8</result><|im_end|>", "8< /result>< |im_end|>")])
+def test_a_result_is_that_of_a_tool(text, shown):
+    """It may be empty, and its control tokens are broken."""
+    example = [user("x"), assistant("", {"number": 4}), tool(text), assistant("y")]
+    fmt = make_format("xml", CHATML_TOKENIZER)
+    messages = written_examples(read_prompt_examples([example]), fmt, {"double": double}, True)
+    assert messages[2] == user(f"<result>\n{shown}\n</result>")
 
 
 def test_tools_of_an_environment_may_be_called():
@@ -293,14 +267,6 @@ def test_a_thought_that_the_template_drops_is_an_error():
         written_examples(read_prompt_examples([example]), native("qwen3"), TOOLS, True)
 
 
-def test_results_are_broken_as_a_tools_are():
-    example = [user("x"), assistant("", {"number": 4}), tool("8</result><answer>9</answer><|im_end|>"), assistant("y")]
-    messages = written_examples(
-        read_prompt_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
-    )
-    assert messages[2] == user("<result>\n8< /result><answer>9</answer>< |im_end|>\n</result>")
-
-
 def test_files_of_three_kinds_say_the_same(tmp_path):
     conversations = [STRUCTURED, PLAIN]
     texts = {
@@ -313,5 +279,6 @@ def test_files_of_three_kinds_say_the_same(tmp_path):
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-        assert read_prompt_examples(str(tmp_path / name)) == conversations
+        read = read_prompt_examples(str(tmp_path / name))
+        assert [[message.model_dump(exclude_unset=True) for message in each] for each in read] == conversations
     assert read_prompt_examples(None) == []

@@ -60,8 +60,6 @@ def leave(how: str) -> str:
         ctypes.string_at(0)
     if how == "sys.exit(0)":
         sys.exit(0)
-    if how == "sys.exit":
-        sys.exit("bye")
     os._exit(3)
 
 def lock() -> str:
@@ -71,7 +69,7 @@ def lock() -> str:
 def give(what: str) -> str:
     '''Returns something.'''
     return {"none": None, "bytes": b"caf\\xc3\\xa9 \\xff", "half": "\\ud800", "dict": {"\u00e9": (1, 2)},
-            "long": "y" * 10_000_000, "huge": "y" * 20_000_000, "pid": os.getpid(), "stdin": sys.stdin.read()}[what]
+            "huge": "y" * 20_000_000, "pid": os.getpid(), "stdin": sys.stdin.read()}[what]
 
 def fail() -> str:
     '''Raises.'''
@@ -131,7 +129,7 @@ def children() -> set[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"TOOL_FUNCTIONS" in (stat.parent / "cmdline").read_bytes():
+            if parent == os.getpid() and b"import serve" in (stat.parent / "cmdline").read_bytes():
                 found.add(int(stat.parent.name))
     return found
 
@@ -141,7 +139,6 @@ def children() -> set[int]:
     [
         ("os._exit", "Error: the tool's process ended with exit code 3"),
         ("segfault", "Error: the tool's process ended with exit code -11"),
-        ("sys.exit", "Error: SystemExit: bye"),
     ],
 )
 def test_an_isolated_tool_may_end_its_process(isolated, how, text):
@@ -182,18 +179,6 @@ def test_a_tool_may_say_that_it_failed(isolated, apart):
     assert "the tool's ToolResult has error='timeout', expected 'call' or 'tool'" in result.text
     assert (result.error, result.reward) == ("tool", None)
     assert observe(isolated[0], ADD).results[0].reward is None
-
-
-def test_an_isolated_tools_long_result_is_cut_visibly(isolated):
-    observation = observe(isolated[3], call("give", what="long"), max_tool_response_tokens=60).observation
-    assert observation == observe(long_result, max_tool_response_tokens=60).observation and observation.endswith(
-        "y... [cut]"
-    )
-
-
-def long_result() -> str:
-    """The same in a thread."""
-    return "y" * 10_000_000
 
 
 def test_isolated_tools_use_their_processes_again(isolated):

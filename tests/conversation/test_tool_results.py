@@ -290,7 +290,7 @@ def model():
     return pydantic.create_model("City", name=(str, ...), since=(datetime.date, ...))
 
 FORMS = {
-    "modules": lambda: [name for name in ("torch", "numpy", "pydantic", "transformers") if name in sys.modules],
+    "modules": lambda: [name for name in ("torch", "numpy", "datasets", "transformers") if name in sys.modules],
     "dataclass": lambda: Point(1, {"b", "a", 10, 9}),
     "dataclasses": lambda: {"points": [Point(1, set())]},
     "pydantic": lambda: model()(name="Rouen", since=datetime.date(911, 7, 20)),

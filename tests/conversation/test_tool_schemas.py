@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import datetime
 import enum
-import functools
 import inspect
 import json
 import random
@@ -28,8 +26,6 @@ from typing_extensions import TypedDict
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import (
-    as_tool,
-    check_schema,
     check_tool,
     describe_tools,
     parameters_schema,
@@ -208,22 +204,6 @@ def test_a_docstring_of_another_style_is_shown_as_it_is():
     }  # fmt: skip
 
 
-def test_a_docstring_that_says_nothing_of_a_parameter_is_shown_whole():
-    def find(city: str, day: str) -> str:
-        """Find things.
-
-        Args:
-            city: Where.
-
-        Raises:
-            ValueError: never.
-        """
-
-    function = tool_schema("find", find)["function"]
-    assert function["description"] == inspect.getdoc(find) and "Raises:" in function["description"]
-    assert function["parameters"]["properties"] == {"city": {"type": "string"}, "day": {"type": "string"}}
-
-
 class Book(pydantic.BaseModel):
     title: str
     default: int = 3
@@ -258,22 +238,6 @@ def test_a_class_that_holds_itself_stays_a_definition():
     jsonschema.Draft202012Validator.check_schema(schema)
 
 
-@pytest.mark.parametrize("returns", ["Nowhere", None])
-def test_a_schema_of_its_own_describes_what_runs_by_any_callable(returns):
-    """`run` may name a type that only type checkers know, or be a partial, which has no hints."""
-
-    def run(self, **arguments) -> Nowhere:  # noqa: F821
-        return 1
-
-    properties = {"x": {"type": "integer", "title": "Other", "description": "A number."}, "y": True}
-    parameters = {"type": "object", "properties": properties, "required": ["x"]}
-    schema = {"name": "add", "description": "Adds.", "parameters": parameters}
-    runs = run if returns else functools.partial(lambda **arguments: 1)
-    tool = as_tool(type("Described", (), {"name": "add", "schema": schema, "run": runs})())
-    check_tool(tool)
-    assert describe_tools({"add": tool}) == "add(x: int, y: Any = ...)\nAdds.\n\nArgs:\n    x: A number."
-
-
 def test_null_where_the_default_is_none():
     """Its default is shown as None, so the model may write null. A tool's own schema says itself what may be."""
 
@@ -284,9 +248,9 @@ def test_null_where_the_default_is_none():
         {"city": "x", "limit": None}, None
     )  # fmt: skip
     arguments, mistake = read_call(ToolCall("find", {"city": None}), {"find": find})
-    assert arguments == {} and mistake.startswith("argument 'city' must be str, got NoneType.")
+    assert arguments == {} and mistake.startswith("argument 'city' must be str, got None: ")
     _, mistake = read_call(ToolCall("find", {"city": "x", "limit": "3"}), {"find": find})
-    assert mistake.startswith("argument 'limit' must be int | None, got str.")
+    assert mistake.startswith("argument 'limit' must be int | None, got '3'")
 
 
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -530,38 +494,6 @@ def ambiguous(hint, value):
 def writable(family, written):
     """Whether the template can write this: Gemma's keys have no quotes, so that none may hold a blank, or be 1."""
     return family != "gemma4" or not re.search(r'"(x y|1)":', json.dumps(written))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_schema_that_is_let_in_reads_every_value(seed):
-    """An agent's tools have any schema: what cannot be read by it is refused before a turn is, or ends the run."""
-    rng = random.Random(seed)
-
-    def anything(level=0):
-        some = [None, True, False, 5, "x", "string", "integer", [], {}, ["integer", "null"], [{}], [5]]
-        if level > 3 or rng.random() < 0.3:
-            return rng.choice(some)
-        if rng.random() < 0.3:
-            return [anything(level + 1) for _ in range(2)]
-        keys = ("type", "anyOf", "oneOf", "enum", "const", "nullable", "items", "properties", "additionalProperties")
-        return {key: anything(level + 1) for key in rng.sample(keys, 3)}
-
-    schemas = [{"type": 5}, {"anyOf": None}, {"anyOf": [True]}, *(anything() for _ in range(300))]
-    read = 0
-    for schema in schemas:
-        try:
-            check_schema({"properties": {"a": schema}})
-        except ValueError:
-            continue
-        read += 1
-        for text in ("5", "null", "a b", "[1]", '{"b": 1}', "[" * 3000):
-            typed(text, schema if isinstance(schema, dict) else {})
-            with contextlib.suppress(ValueError):  # Python has fewer types
-                as_tool(types.SimpleNamespace(name="f", schema={"parameters": {"properties": {"a": schema}}}, run=len))
-    assert read > 10
-    deep = functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(62), {})
-    check_schema({"properties": {"a": deep}})
-    typed("5", deep)
 
 
 def test_a_type_that_takes_none_is_not_written_twice():

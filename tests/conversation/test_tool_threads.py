@@ -176,22 +176,3 @@ def test_what_an_async_tool_gave_is_finished_off_the_loop(result):
         return await running
 
     assert asyncio.run(beside()) == len(str(result))
-
-
-def test_what_an_async_tool_gave_may_not_be_finished():
-    """The error is the tool's; a short text needs no thread."""
-    threads = []
-
-    def finish(given):
-        threads.append(threading.current_thread() is threading.main_thread())
-        raise SystemExit("no") if given else ValueError("nothing was given")
-
-    for result, error in ((["x"], "SystemExit: no"), ([], "nothing was given"), ("", "nothing was given")):
-
-        async def give(result=result) -> str:
-            """Gives."""
-            return result
-
-        with pytest.raises((ValueError, RuntimeError), match=error):
-            asyncio.run(run_tool(give, {}, 60.0, finish))
-    assert threads == [False, False, True]

@@ -2,7 +2,7 @@
 
 Keys exist and have these defaults, metrics are logged, examples run, commands name scripts and options that exist,
 files and links lead somewhere, and the tables of the benchmarks are those of their result files. What runs
-the commands, and blocks of other languages: tests/docs/test_commands.py.
+commands: tests/docs/test_commands.py.
 """
 
 import argparse
@@ -12,8 +12,6 @@ import json
 import re
 import shlex
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +21,9 @@ import vision_model
 import yaml
 from bench.common import with_section
 from datasets import Dataset
+from fault_proxy import Fault, FaultProxy
 from scripted import Scripted, call
 from test_agents import run as run_agent
-from test_formats import TOKENIZER
 from test_size import sizes
 from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer
@@ -34,7 +32,7 @@ from trl import GRPOConfig, ScriptArguments
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.environments import METHODS
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.recipe.parse import default_of, known_keys
 from mt_grpo.recipe.plugins import load_environment, load_rewards, load_tools
@@ -385,37 +383,22 @@ def test_the_notebook_example_runs(random_model, capsys):
     tokenizer = AutoTokenizer.from_pretrained(random_model)
     turns = ['<tool>{"name": "calculator", "args": {"expression": "37 * 51 + 2"}}</tool>', "<answer>1889</answer>"]
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self, body: dict) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def do_GET(self):
-            self.answer({"data": [{"id": "scripted", "max_model_len": 8192}]})
-
-        def do_POST(self):
-            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
-            ids = tokenizer(turns[tokenizer.decode(prompt).count("<result>\n1889")], add_special_tokens=False)[
-                "input_ids"
-            ]
+    def says(request):
+        answer = {"data": [{"id": "scripted", "max_model_len": 8192}]}
+        if request.method == "POST":
+            prompt = request.payload["prompt"]
+            text = turns[tokenizer.decode(prompt).count("<result>\n1889")]
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             choice = {"token_ids": ids, "logprobs": {"token_logprobs": [0.0] * len(ids)}, "finish_reason": "stop"}
-            self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt)}})
-
-        def log_message(self, *_):
-            pass
+            answer = {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
+        return Fault("said", status=200, body=json.dumps(answer).encode())
 
     code = block(CONVERSATION, "python", "VLLMServerClient(")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        replaced = {"8000": str(server.server_port), "Qwen/Qwen3-1.7B": random_model}
-        for old, new in replaced.items():
+    with FaultProxy("http://127.0.0.1:9", says) as server:
+        for old, new in {"8000": str(server.port), "Qwen/Qwen3-1.7B": random_model}.items():
             assert code.count(old) == 1
             code = code.replace(old, new)
         run(code)["llm"].close()
-        server.shutdown()
     assert "<answer>1889</answer>" in capsys.readouterr().out
 
 
@@ -444,15 +427,8 @@ def test_the_batch_to_try_an_estimator_on(capsys):
     assert "[ 0.4000,  0.5000,  0.5000]" in capsys.readouterr().out
 
 
-def test_the_tool_format_runs(monkeypatch):
-    """In the script's names (tests/method/test_forks.py trains by it)."""
-    monkeypatch.setitem(TOOL_FORMATS, "python", None)  # gone behind the test
-    run(block(FORKING, "python", "class PythonFormat"), dict(vars(mt)))
-    written = make_format("python", TOKENIZER)
-    ids = TOKENIZER('So:\n```python\nadd(a=1, b="x")\n```\nAnd on.', add_special_tokens=False)["input_ids"]
-    size, ended = written.cut(ids, [])
-    assert ended and written.text(ids[:size]).endswith("\n```\n")
-    assert written.parse(ids[:size], []).calls == [mt.ToolCall("add", {"a": 1, "b": "x"})]
+def test_the_page_says_what_a_tool_format_has():
+    """tests/method/test_forks.py trains by the one of the page."""
     names, known = re.findall(r"^\| `(\w+)", section(FORKING, "A tool format"), re.M), vars(ChatFormat)
     assert names == ["call_format", "stops", "parse_text"] and {*names} <= {*known, *known["__annotations__"]}
 
@@ -539,10 +515,8 @@ def test_a_wrong_command_is_noticed(capsys):
     text = "```bash\nA=1 bash scripts/train.sh x \\\n    --max_steps 5  # five\nrm x\n```\n and `B=2 python a.py\n--b`"
     assert block_commands(text) == [["bash", "scripts/train.sh", "x", "--max_steps", "5"], ["rm", "x"]]
     assert span_commands(text) == [["python", "a.py", "--b"]]
-    assert accepts("scripts/train.sh", "--max_steps", capsys) and not accepts("scripts/train.sh", "--max_step", capsys)
-    assert accepts("scripts/setup.sh", "--gpu", capsys) and not accepts("scripts/setup.sh", "--gp", capsys)
-    bench = "scripts/bench/gpu.py"
-    assert accepts(bench, "--rollouts", capsys) and not accepts(bench, "--rollout", capsys)
+    for script, option in (("train.sh", "--max_steps"), ("setup.sh", "--gpu"), ("bench/gpu.py", "--rollouts")):
+        assert accepts(f"scripts/{script}", option, capsys) and not accepts(f"scripts/{script}", option[:-1], capsys)
 
 
 def test_vllm_takes_the_flags_of_the_server_by_hand():

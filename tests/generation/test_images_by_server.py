@@ -161,7 +161,7 @@ def test_an_answer_that_read_something_else_is_none(folder):
     ):
         with pytest.raises(BadAnswer, match=message):
             read_generated({**good, **changes}, prompt, 5)
-    path, body, read, _ = ask_for_prompt({"prompt": prompt, "max_tokens": 1})
+    path, body, read, _ = ask_for_prompt({"prompt": prompt, "max_tokens": 1}, None)
     assert path == GENERATE and body["sampling_params"] == {"max_tokens": 1, "prompt_logprobs": 0, "output_kind": 2}
     logprobs = [None, *({str(token): {"logprob": -k / 8}} for k, token in enumerate(with_placeholders(prompt)[1:]))]
     assert read({**good, "prompt_logprobs": logprobs}) == [-k / 8 for k in range(len(prompt) - 1)]

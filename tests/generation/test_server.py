@@ -34,12 +34,9 @@ from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.policy_scores import scores_of_model, scores_of_servers
 from mt_grpo_trainer import (
     MTGRPOConfig,
-    MTGRPOEnvTrainer,
     MultiTurnToolEnv,
     VLLMServerClient,
-    build_trainer,
     main,
-    parse_arguments,
 )
 
 pytest.importorskip("vllm")
@@ -96,7 +93,7 @@ def test_information_gain_by_a_server_is_that_of_transformers(client, served_mod
     given = {"turn_contexts": contexts, "answer": [["42", "forty two"], ["11"]]}
     gain = load("information_gain").information_gain_reward_func
     by_server = gain(turns, policy=scores_of_servers(client, written), **given)
-    expected = gain(turns, policy=scores_of_model(model, written, torch.no_grad, str), **given)
+    expected = gain(turns, policy=scores_of_model(model, written, torch.no_grad), **given)
     assert by_server == [pytest.approx(row, abs=1e-5) for row in expected]
     assert max(abs(value) for row in expected for value in row if value is not None) > 0.01
 
@@ -104,35 +101,6 @@ def test_information_gain_by_a_server_is_that_of_transformers(client, served_mod
 def lookup() -> str:
     """Look it up."""
     return ""
-
-
-def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, served_model, tmp_path):
-    """Each step pushes; what the server is asked for rewards is proven to be of that push."""
-    asked = []
-
-    def gain(policy, turn_contexts, rollout_turns, **kwargs):
-        asked.append((policy.version, trainer.weight_sync.pushed))
-        contexts = [contexts[0][: -len(turns[0].token_ids)] for contexts, turns in zip(turn_contexts, rollout_turns)]
-        found = policy.logprobs(contexts, [turns[0].token_ids for turns in rollout_turns])
-        for row, turns in zip(found, rollout_turns):  # what it sampled, at temperature 1: the logprobs that came along
-            assert row == pytest.approx(turns[0].logprobs, abs=1e-4)
-        return [float(sum(row)) for row in found]
-
-    recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
-    changes = dict(model_name_or_path=served_model, vllm_server_port=port, output_dir=tmp_path, max_steps=3)
-    changes |= dict(per_device_train_batch_size=16, learning_rate=1e-2, save_strategy="no", report_to="none")
-    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    script_args, args, model_args = parse_arguments(["--config", recipe, *words])
-    first = build_trainer(script_args, args, model_args)
-    trainer = MTGRPOEnvTrainer(
-        model=first.model, env=first.env, turn_reward_funcs=[], outcome_reward_funcs=[gain], args=args,
-        train_dataset=first.train_dataset,
-    )  # fmt: skip
-    trainer.train()
-    assert len({pushed for _, pushed in asked}) == len(asked) == 3
-    assert all(pushed in version for version, pushed in asked)
-    for each in (first, trainer):
-        each.client.close()
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "description": "In <tool_call>."}}}
@@ -227,17 +195,17 @@ def test_an_agents_model_reads_what_vllms_chat_endpoint_renders(port, template):
 
 @pytest.mark.contract_server("vLLM server")
 def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monkeypatch):
-    """Eight optimizer steps in float32: the server samples from the weights that are trained, tied head included.
+    """Four optimizer steps in float32: the server samples from the weights that are trained, tied head included.
 
     They come in several files, as those of a large model.
     """
     in_shards = functools.partial(weight_transfer.write_weights, shard_bytes=2**18)
     monkeypatch.setattr(weight_transfer, "write_weights", in_shards)
-    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=8)
+    trainer = make_trainer(port, tmp_path, model=served_model, max_steps=4)
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
     rows = [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
-    assert len(rows) == 8
+    assert len(rows) == 4
     assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
     assert max(row["sync/logprob_difference"] for row in rows) < 1e-4
     assert (trainer.model.lm_head.weight - before).abs().max() > 1e-3  # the weights did change

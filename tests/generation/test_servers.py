@@ -31,7 +31,7 @@ from warm_vllm import WarmVLLMServer
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_sync
-from mt_grpo.generation.connection import ServerConnection, engine_of, server_urls
+from mt_grpo.generation.connection import ServerConnection, engine_of
 from mt_grpo.generation.samples import tagged
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
@@ -244,9 +244,8 @@ def answering(token_ids, status=200):
         yield proxy.url
 
 
-@pytest.mark.parametrize("wrong", [[400], [2**70], ["a"]], ids=str)
-def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(wrong, caplog):
-    with answering(wrong) as liar, answering([7]) as well:
+def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(caplog):
+    with answering([400]) as liar, answering([7]) as well:
         clients = [VLLMServerClient(base_url=url) for url in (liar, well)]
         for client in clients:
             client.vocab_size = 400
@@ -260,7 +259,7 @@ def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(wrong
     assert f"{liar}/v1/completions: 3 invalid answers in a row" in caplog.text and well not in caplog.text
 
 
-@pytest.mark.parametrize("status, says", [(500, "The server answers other requests. It"), (400, "400 .* It")])
+@pytest.mark.parametrize("status, says", [(500, "gave up after .* It"), (400, "400 .* It")])
 def test_a_prompt_for_which_the_server_fails_is_named_with_its_row(status, says):
     row = {"prompt": [{"role": "user", "content": "Hi."}], "answer": 7}
     with answering([7], status) as url:
@@ -272,24 +271,6 @@ def test_a_prompt_for_which_the_server_fails_is_named_with_its_row(status, says)
                 run_async(env.converse_whole(rollout, client))
         finally:
             client.close()
-
-
-def test_a_last_server_that_gives_up_is_left_where_others_are_back():
-    """They hold other weights by now: all get the weights again. Without another one the run ends."""
-    pool = make_pool(2, joined=[1])
-    pool.servers[1].error = ServerLost("gave up")
-    pool.servers[0].version = "default"
-    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
-    pool.joined, pool.servers[0].version = [1], None
-    with pytest.raises(ServerLost, match="gave up"):
-        run(pool, [0, 1], two_turns)
-
-
-def test_a_last_server_that_is_silent_is_left_where_others_are_back():
-    pool = make_pool(2, joined=[1])
-    pool.servers[1].version, pool.servers[1].seconds = None, 60.0
-    pool.servers[0].version = "default"
-    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
 
 
 def test_a_conversation_that_fails_as_it_is_given_up_ends_no_run():
@@ -374,7 +355,7 @@ class Settled(Stub):
             raise ServerLost(f"GET {self.base_url}: refused")
         return value
 
-    def healthy(self):
+    def healthy(self, timeout):
         self.asked += 1
         return self.up
 
@@ -385,14 +366,11 @@ class Settled(Stub):
                 raise ServerError(f"No vLLM server answers at {self.base_url}")
             time.sleep(0.01)
 
-    def settings(self):
-        return self._if_up(dict(self.values))
-
     def weight_version(self):
         return self._if_up(self.version)
 
     def server_info(self):
-        return {"parallel_config": {"data_parallel_size": self.engines}}
+        return self._if_up({"model_config": self.values, "parallel_config": {"data_parallel_size": self.engines}})
 
     def score(self, ids, rank):
         return self._if_up([-1.0 - (rank or 0)] * (len(ids) - 1))
@@ -400,14 +378,8 @@ class Settled(Stub):
 
 def settled_pool(*servers, complete=True):
     pool = ServerPool(list(servers))
-    pool.complete, pool.RETRY_SECONDS = complete, 0.0
+    pool.complete = complete
     return pool
-
-
-def test_servers_that_differ_are_refused_at_the_start():
-    pool = settled_pool(Settled(0), Settled(1, dtype="torch.bfloat16"), complete=False)
-    with pytest.raises(ServerError, match="http://server1 has dtype='torch.bfloat16', expected 'torch.float32'"):
-        pool.check_settings()
 
 
 @pytest.mark.parametrize("key", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
@@ -418,17 +390,20 @@ def test_engines_behind_several_addresses_are_refused(key):
         server.engine.ranks(server)
 
 
-def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
-    servers = Settled(0), Settled(1)
-    pool = settled_pool(*servers)
+def test_servers_that_differ_are_refused_and_one_that_comes_back_otherwise_is_left_out(caplog):
+    servers = Settled(0), Settled(1, dtype="torch.bfloat16")
+    pool = settled_pool(*servers, complete=False)
+    with pytest.raises(ServerError, match="http://server1 has dtype='torch.bfloat16', expected 'torch.float32'"):
+        pool.check_settings()
+    pool.complete, servers[1].values["dtype"] = True, "torch.float32"
     pool.check_settings()
     servers[1].values["dtype"] = "torch.bfloat16"
     pool.check_settings()
     assert pool.joined == [0]
-    assert "restarted with dtype='torch.bfloat16', expected 'torch.float32'" in caplog.text
-    assert "continues with 1 of 2 servers" in caplog.text
+    assert "has dtype='torch.bfloat16', expected 'torch.float32'" in caplog.text
+    assert "The run has 1 of 2 servers" in caplog.text
     servers[0].values["dtype"] = "torch.bfloat16"
-    with pytest.raises(ServerError, match="restarted with dtype"):  # none is left
+    with pytest.raises(ServerError, match="http://server0 has dtype"):  # none is left
         pool.check_settings()
 
 
@@ -463,20 +438,6 @@ def test_a_lost_server_joins_again_when_it_answers():
         pool.find_restarted("v")
 
 
-def test_a_lost_server_is_not_asked_at_every_push():
-    servers = Settled(0), Settled(1)
-    pool = settled_pool(*servers)
-    pool.RETRY_SECONDS = 60.0
-    servers[1].up = False
-    assert not pool.find_restarted("v")
-    asked = servers[1].asked
-    for _ in range(3):
-        assert not pool.find_restarted("v")
-    assert servers[1].asked == asked
-    pool.wait_until_healthy()  # a wait for any server asks all of them
-    assert not pool.find_restarted("v") and servers[1].asked > asked
-
-
 class Pushed(Settled):
     """A server that takes pushes, and whose logprobs are the trainer's, -1, or off by `wrong`."""
 
@@ -486,9 +447,6 @@ class Pushed(Settled):
         self.transfer.server, self.transfer.push = self, self.push
         self.pushed = self.adapter = None
         self.named_adapters = set()
-
-    def server_info(self):
-        return self._if_up({})
 
     def score(self, ids, rank):
         return self._if_up([-1.0 - self.wrong] * (len(ids) - 1))
@@ -506,7 +464,6 @@ class Pushed(Settled):
 def pushing():
     """(push of a version to three servers, the pool)."""
     pool = ServerPool([Pushed(0), Pushed(1), Pushed(2)])
-    pool.RETRY_SECONDS = 0.0
     weights = SimpleNamespace(
         model=None,
         named_weights=lambda: iter([]),
@@ -595,7 +552,6 @@ def test_one_stale_engine_behind_an_address_is_found(pushing):
         push(f"v-{step}")
     pool.servers[2].engines = 4
     # One engine of four is off by 2e-3, above the tolerance of 1e-3; the mean over the engines is 5e-4.
-    pool.servers[2].server_info = lambda: {"parallel_config": {"data_parallel_size": 4}}
     pool.servers[2].score = lambda ids, rank: [-1.0 - 2e-3 * (rank == 3)] * (len(ids) - 1)
     push("v-10")
     assert pool.joined == [0, 1]
@@ -612,7 +568,7 @@ def test_the_last_joined_server_dies_at_a_push_and_another_is_back(pushing):
     assert pool.joined == [1] and pool.servers[1].version == "v-1"
 
 
-def test_a_push_while_no_server_answers_waits_for_any(pushing, caplog):
+def test_a_push_while_no_server_answers_waits_for_any(pushing):
     push, pool, sync = pushing
     push("v-0")
     for number in (0, 1, 2):
@@ -621,20 +577,18 @@ def test_a_push_while_no_server_answers_waits_for_any(pushing, caplog):
     threading.Timer(0.5, lambda: setattr(pool.servers[2], "up", True)).start()
     sync.pushed = None
     assert push("v-0")["sync/servers"] == 1 and pool.joined == [2]
-    assert "one of http://server0, http://server1, http://server2" in caplog.text
-    pool.servers[2].up, pool.servers[0].timeout = False, 0.5
-    with pytest.raises(ServerError, match="None of the vLLM servers at http://server0, http://server1"):
+    pool.servers[2].up = False
+    with pytest.raises(ServerError, match="No vLLM server answers at http://server0"):
         push("v-1")
 
 
-def test_what_another_rank_lost_is_left_out(pushing, monkeypatch):
-    """A server that one rank cannot reach would lose that rank's rollouts in each step."""
+def test_what_another_rank_lost_joins_anew(pushing, monkeypatch):
+    """What one rank cannot prove counts for no other rank either."""
     push, pool, _ = pushing
     push("v-0")
-    pool.RETRY_SECONDS = 60.0
     gather = weight_sync.gather_object
     monkeypatch.setattr(weight_sync, "gather_object", lambda rows: gather(rows) + [[0, 2]] * (rows == [[0, 1, 2]]))
-    assert push("v-1")["sync/servers"] == 2 and pool.joined == [0, 2]
+    assert push("v-1")["sync/servers"] == 3 and [server.lineage for server in pool.servers] == [0, 1, 0]
 
 
 def test_adapters_that_any_rank_names_stay_and_all_ranks_name_the_new_one(pushing, monkeypatch):
@@ -706,14 +660,6 @@ def test_prefixes_are_shared_within_a_push_and_never_during_one(pushing):
     push("v-5")
     assert len(set(salts[0])) == 6 and not {"v-4", "v-5"} & set(salts[0])
     assert salt() == [{"cache_salt": "v-5"}] * 3
-
-
-def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
-    pool = settled_pool(Settled(0), Settled(1))
-    pool.refuse({1: ServerError("disagree by 0.5")})
-    assert pool.joined == [0] and "disagree by 0.5" in caplog.text
-    with pytest.raises(ServerError, match="disagree by 0.7"):
-        pool.refuse({0: ServerError("disagree by 0.7")})
 
 
 class Versioned(Pushed):
@@ -845,14 +791,6 @@ def test_a_server_that_loads_weights_is_not_lost():
     assert len(pool.joined) == 1  # which has its own time limit, as there is no other one
 
 
-@pytest.mark.parametrize(("value", "error"), [
-    (["http://a:1", "http://a:1/"], "lists http://a:1 twice"), ("http://a:1,,http://b:1", "is not a server address"),
-])  # fmt: skip
-def test_addresses_that_cannot_work(value, error):
-    with pytest.raises((ValueError, ServerError), match=error):
-        server_urls(value)
-
-
 @pytest.fixture(scope="module")
 def servers():
     flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
@@ -872,7 +810,7 @@ def addresses(servers):
 @needs_vllm
 def test_two_servers_train_as_one(servers, tmp_path):
     """A group's requests are all at one server, both get work, and the weights are written once."""
-    trainer = make_trainer(None, tmp_path, vllm_server_base_url=addresses(servers), max_steps=3,
+    trainer = make_trainer(None, tmp_path, vllm_server_base_url=addresses(servers), max_steps=2,
                            weight_sync_dir=str(tmp_path), num_generations=4)  # fmt: skip
     asked = defaultdict(set)  # group -> servers
     for number, client in enumerate(trainer.client.servers):
@@ -895,10 +833,10 @@ def test_two_servers_train_as_one(servers, tmp_path):
         for prompt in prompts:
             if ids[: len(prompt)] == prompt:
                 by_group[step, prompt] |= numbers
-    assert len(by_group) == 12 and all(len(numbers) == 1 for numbers in by_group.values())
-    assert Counter(next(iter(numbers)) for numbers in by_group.values()) == {0: 6, 1: 6}
-    assert len(written) == 4  # three steps, and the probe of the first
-    assert trainer.rows("sync/servers") == [2, 2, 2] and trainer.rows("rollout/restarted") == [0, 0, 0]
+    assert len(by_group) == 8 and all(len(numbers) == 1 for numbers in by_group.values())
+    assert Counter(next(iter(numbers)) for numbers in by_group.values()) == {0: 4, 1: 4}
+    assert len(written) == 3  # two steps, and the probe of the first
+    assert trainer.rows("sync/servers") == [2, 2] and trainer.rows("rollout/restarted") == [0, 0]
     assert max(trainer.rows("sync/logprob_difference")) < 1e-4
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     versions = [requests.get(f"{s.url}/weight_info", timeout=10).json()["weight_version"] for s in servers]
@@ -927,7 +865,6 @@ def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
 
     trainer = make_trainer(None, tmp_path, slow_calculator(seconds), trainer_class=Waits, max_steps=6,
                            vllm_server_base_url=addresses(servers))  # fmt: skip
-    trainer.client.RETRY_SECONDS = 0.0
     trainer.train()
     assert trainer.state.global_step == 6 and [len(batch) for batch in trainer.batches] == [16] * 6
     assert trainer.rows("sync/servers") == [2, 2, 2, 1, 2, 2]

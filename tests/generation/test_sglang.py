@@ -5,8 +5,6 @@ import copy
 import json
 import os
 import random
-import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -102,12 +100,15 @@ def test_a_recorded_sample_is_read():
     ("change", "message"),
     [
         (lambda answer, meta: answer.pop("output_ids"), "no token ids"),
-        (lambda answer, meta: answer.update(prompt_token_ids=None), "does not say what the server read"),
-        (lambda answer, meta: answer["prompt_token_ids"].__setitem__(3, 9), "differ at id number 3"),
-        (lambda answer, meta: answer["prompt_token_ids"].append(9), "read 13 ids, the prompt has 12, .* number 12"),
+        (lambda answer, meta: answer.update(prompt_token_ids=None), "read the ids None, expected"),
+        (lambda answer, meta: answer["prompt_token_ids"].__setitem__(3, 9), "the server read the ids"),
+        (lambda answer, meta: answer["prompt_token_ids"].append(9), "the server read the ids"),
         (lambda answer, meta: answer["output_ids"].__setitem__(0, 9), "logprobs belong to the ids .30, 265"),
-        (lambda answer, meta: meta["output_token_logprobs"][2].__setitem__(0, float("nan")), "do not match"),
-        (lambda answer, meta: meta.update(prompt_tokens=11), "read 11 prompt tokens, expected 12"),
+        (
+            lambda answer, meta: meta["output_token_logprobs"][2].__setitem__(0, float("nan")),
+            "expected 1 to 8 ids below 400",
+        ),
+        (lambda answer, meta: meta.update(prompt_tokens=11), "after 11 prompt tokens"),
         (lambda answer, meta: meta["finish_reason"].update(type="abort"), "finish_reason='abort'"),
     ],
 )
@@ -247,19 +248,14 @@ def test_a_load_drops_what_old_weights_computed(recorded, tmp_path):
     """And one that failed is none: its status may be 200."""
     client = VLLMServerClient(base_url=recorded.url, engine="sglang")
     client.engine.load(client, tmp_path)
-    (sent,) = [body for path, body in recorded.sent if path == "/update_weights_from_disk"]
-    assert sent == {"model_path": str(tmp_path), "flush_cache": True, "abort_all_requests": False}
+    client.engine.name_weights(client, "3f2a-7")
+    assert [body for _, body in recorded.sent] == [
+        {"model_path": str(tmp_path), "flush_cache": True, "abort_all_requests": False},
+        {"new_version": "3f2a-7", "abort_all_requests": False},  # it ends no request
+    ]
     recorded.changed["/update_weights_from_disk"] = 200, {"success": False, "message": "no room"}
     with pytest.raises(ServerError, match="no room"):
         client.engine.load(client, tmp_path)
-
-
-def test_a_server_with_a_draft_model_is_refused(recorded, setting):
-    """It would get the policy's weights, too."""
-    info = {**recorded.bodies["/server_info"][1], "speculative_draft_model_path": "/a/draft"}
-    recorded.changed["/server_info"] = 200, info
-    with pytest.raises(ServerError, match=r"was started with a draft model \(/a/draft\)"):
-        check(recorded, setting)
 
 
 def test_half_loaded_weights_are_waited_for(recorded):
@@ -279,29 +275,25 @@ def test_half_loaded_weights_are_waited_for(recorded):
         run_async(client._post("/generate", {}, read))
 
 
-def test_naming_weights_ends_no_request(recorded):
-    client = VLLMServerClient(base_url=recorded.url, engine="sglang")
-    client.engine.name_weights(client, "3f2a-7")
-    assert recorded.sent == [("/update_weight_version", {"new_version": "3f2a-7", "abort_all_requests": False})]
-
-
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [
-        ("/model_info", (404, {}), "/model_info: 404 .*not from an SGLang server.*rollout_engine"),
+        ("/model_info", (404, {}), "/model_info: 404 .*Expected an answer of SGLang: .*rollout_engine"),
         ("/server_info", (401, {"error": "Unauthorized"}), "401 .*Set VLLM_API_KEY to the key .*--admin-api-key"),
         ("/tokenize", (200, {"tokens": [1, 2]}), "SGLang server .* tokenises .* differently"),
+        ("/server_info", (200, {"speculative_draft_model_path": "/a/draft"}), r"with a draft model \(/a/draft\)"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_before_a_model_is_loaded(recorded, setting, path, answer, message):
-    recorded.changed[path] = answer
+    status, body = answer
+    recorded.changed[path] = status, {**recorded.bodies[path][1], **body} if status == 200 else body
     with pytest.raises(ServerError, match=message):
         check(recorded, setting)
 
 
 def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, caplog):
     for changes, message in (
-        ({"top_p": 0.9}, "logprobs from before top_p=0.9: .*vllm_importance_sampling_correction: false"),
+        ({"top_p": 0.9}, "logprobs from before top_p=0.9, .*vllm_importance_sampling_correction: false"),
         ({"top_k": 40, "min_p": 0.1}, "from before top_k=40, min_p=0.1"),
     ):
         with pytest.raises(ServerError, match=message):
@@ -402,25 +394,6 @@ def text_logprobs(model, ids, temperature=1.0):
 
 
 @each_real
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_it_samples_what_it_says(client, temperature):
-    """Within 1e-5 of `transformers`, many requests at a time; a stop text is the end, and is there."""
-    model, rng = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), random.Random(0)
-    prompts = [[rng.randrange(3, 380) for _ in range(rng.randint(1, 60))] for _ in range(12)]
-
-    async def all_of_them():
-        return await gather_all([client.generate(prompt, 40, {"temperature": temperature}) for prompt in prompts])
-
-    for prompt, found in zip(prompts, run_async(all_of_them())):
-        expected = text_logprobs(model, prompt + found.token_ids, temperature)[-len(found.token_ids) :]
-        assert (torch.tensor(found.logprobs) - expected).abs().max() < 1e-5
-        text = client.tokenizer.decode(found.token_ids)
-        assert found.finish_reason == "length" or text.endswith(("</tool>", "</answer>", "<|im_end|>"))
-        scores = torch.tensor(client.score(prompt + found.token_ids))
-        assert (scores - text_logprobs(model, prompt + found.token_ids)).abs().max() < 1e-5
-
-
-@each_real
 def test_pushes_beside_requests(client):
     """Requests wait, go on with the new weights, and say of each token which sampled it."""
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
@@ -485,36 +458,6 @@ def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
     assert "sync/write_seconds" in logs[0]
     if ahead:
         assert any(log.get("rollout/staleness_max", 0) >= 1 for log in logs)
-
-
-@each_real
-def test_a_server_that_is_killed_is_started_again_and_gets_its_weights(tmp_path):
-    """Also one that is stopped for a while; nothing that was sampled by other weights is trained."""
-    with SGLangServer(TINY, python=PYTHON, log=tmp_path / "log") as server:
-        args = parse_arguments([
-            "--config", str(RECIPE), "--vllm_server_base_url", server.url, "--output_dir", str(tmp_path / "out"),
-            "--max_steps", "4", "--per_device_train_batch_size", "16",
-        ])  # fmt: skip
-        trainer = build_trainer(*args)
-        killed = threading.Event()
-        push = trainer.weight_sync.sync
-
-        def sync(*arguments):
-            if trainer.weight_sync.num_syncs == 2 and not killed.is_set():
-                killed.set()
-                server.kill()
-                threading.Thread(target=lambda: server.start().wait(), daemon=True).start()
-            if trainer.weight_sync.num_syncs == 3:
-                os.killpg(server.process.pid, signal.SIGSTOP)
-                threading.Timer(3.0, os.killpg, (server.process.pid, signal.SIGCONT)).start()
-            return push(*arguments)
-
-        trainer.weight_sync.sync = sync
-        trainer.train()
-        assert killed.is_set()
-        logs = [log for log in trainer.state.log_history if "sync/seconds" in log]
-        check_logs(logs, 4)
-        assert logs[2]["sync/logprob_difference"] < 1e-5  # the new process was proven
 
 
 @pytest.fixture(scope="module")

@@ -135,13 +135,13 @@ def check_the_kl(launch_sharded, folder):
     """A loss with a KL term is that of a run by DDP; the reference is the policy before the first step alone."""
     os.chdir(ROOT)
     (folder / "odd.py").write_text(ODD)
-    keys = {"reward_fn": str(folder / "odd.py"), "beta": 0.04, "max_steps": 4, "save_strategy": "no",
+    keys = {"reward_fn": str(folder / "odd.py"), "beta": 0.04, "max_steps": 2, "save_strategy": "no",
             "credit_assignment": "outcome", "turn_advantage_coef": 1.0}  # fmt: skip
     launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(folder / "a", "ddp", **keys))
     launch_sharded("--config", recipe(folder / "b", "sharded", **keys))
     expected, found = steps(folder / "a/ddp"), steps(folder / "b/sharded")
-    assert len(expected) == 4 and found.keys() == expected.keys()
-    for step in (1, 2):  # behind two steps of Adam rounding may decide what is sampled
+    assert len(expected) == 2 and found.keys() == expected.keys()
+    for step in (1, 2):
         assert found[step] == pytest.approx(expected[step], abs=1e-5)
     for out in (folder / "a/ddp", folder / "b/sharded"):
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,5 @@
 """Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
 
-import fcntl
 import http.server
 import json
 import threading
@@ -266,23 +265,6 @@ def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path, monk
     pool.close()
 
 
-def test_no_run_removes_the_folder_of_another_before_it_is_locked(tmp_path, monkeypatch):
-    first, other = (VLLMServerClient(base_url="http://a:1", sync_dir=str(tmp_path)).transfer for _ in range(2))
-    lock = fcntl.flock
-
-    def lock_after_another_run_began(*args):
-        monkeypatch.undo()
-        other._own_folder(0)
-        lock(*args)
-
-    monkeypatch.setattr(fcntl, "flock", lock_after_another_run_began)
-    folders = {first._own_folder(0), other._own_folder(0)}
-    assert len(folders) == 2 and set(tmp_path.glob("*")) == set(tmp_path.glob("mt-grpo-weights-*")) == folders
-    first.close()
-    other.close()
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.contract("LoRA adapter")
 def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     """Nothing is paused. What a request still names stays, with its files."""
@@ -373,7 +355,7 @@ def test_files_hold_what_was_yielded(tmp_path, shard_bytes, sizes):
 
     names, seconds = write_weights(tmp_path, weights(), shard_bytes=shard_bytes)
     files = [load_file(path) for path in sorted(tmp_path.iterdir())]
-    assert [len(file) for file in files] == sizes and seconds.keys() == {"gather", "write"}
+    assert [len(file) for file in files] == sizes and seconds > 0
     found = {name: tensor for file in files for name, tensor in file.items()}
     expected = {**views, "tied": tied, "buffer.0": torch.zeros(5), "buffer.1": torch.ones(5)}
     assert names == found.keys() == expected.keys()

@@ -27,13 +27,8 @@ class Scripted:
     """Writes these texts, each with an end of turn; notes what it read and wrote. A pair is truncated at its end."""
 
     def __init__(self, *turns, max_model_len=1024, tokenizer=TOKENIZER):
-        self.turns, self.max_model_len, self.tokenizer, self.asked, self.params = (
-            turns,
-            max_model_len,
-            tokenizer,
-            [],
-            [],
-        )
+        self.turns, self.max_model_len, self.tokenizer = turns, max_model_len, tokenizer
+        self.asked, self.params = [], []
 
     async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
         turn = self.turns[min(len(self.asked), len(self.turns) - 1)]

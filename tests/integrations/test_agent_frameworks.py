@@ -79,6 +79,7 @@ def test_openai_agents(kind, streaming):
 
 
 @pytest.mark.program("pydantic-ai-slim")
+@pytest.mark.slow
 def test_pydantic_ai():
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -98,6 +99,7 @@ FINAL = "Thought: Done.\n<code>\nfinal_answer('3')\n</code>"
 
 
 @pytest.mark.program("smolagents")
+@pytest.mark.slow
 def test_smolagents_tells_its_code_again_as_a_call_and_begins_records():
     from smolagents import CodeAgent, OpenAIServerModel, tool
 

@@ -56,13 +56,11 @@ def test_results_of_steps_are_turn_rewards_and_the_verifiers_is_the_outcome(stub
     assert [turn.reward for turn in rollout.turns] == [None] and rollout.reward == 1.0
 
 
-@pytest.mark.parametrize("error", [
-    "RewardFileNotFoundError", "RewardFileEmptyError", "VerifierOutputParseError", "VerifierTimeoutError"
-])  # fmt: skip
-def test_what_the_policy_did_to_the_verifier_is_0(stub, tmp_path, error):
-    rollout = play(planned(tmp_path, trial={"error": error}), "ls")
-    assert rollout.reward == 0.0 and rollout.error is None
-    steps = [{"rewards": {"reward": 1.0}}, {"error": error}]  # Harbor's mean leaves the second one out
+def test_what_the_policy_did_to_the_verifier_is_0(stub, tmp_path):
+    for name in ("RewardFileNotFound", "RewardFileEmpty", "VerifierOutputParse", "VerifierTimeout"):
+        rollout = play(planned(tmp_path, trial={"error": f"{name}Error"}), "ls")
+        assert rollout.reward == 0.0 and rollout.error is None, name
+    steps = [{"rewards": {"reward": 1.0}}, {"error": f"{name}Error"}]  # Harbor's mean leaves the second one out
     rollout = play(planned(tmp_path, steps=steps, trial={"rewards": {"reward": 1.0}}), "ls", "ls")
     assert [turn.reward for turn in rollout.turns] == [1.0, 0.0] and rollout.reward == 0.5
 

@@ -1,9 +1,7 @@
 """Images that agents send: real clients against the endpoint, and the ids that the policy reads, by hand."""
 
-import contextlib
 import gc
 import io
-import json
 import sys
 
 import openai
@@ -13,11 +11,8 @@ import vision_model
 from PIL import Image
 from vision_model import as_bytes, as_uri as uri, expected_ids
 
-import mt_grpo_trainer as mt
-from mt_grpo.base.rows import Rows
 from mt_grpo.images.pictures import pictures_in, uri_or_str
-from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
-from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent
+from mt_grpo.integrations.agents.programs import CommandAgent
 from mt_grpo.rollout import StopReason
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -81,7 +76,7 @@ def test_two_turns_with_an_image_in_the_second_request_are_one_record(folder, to
     assert rollout.loss_mask.count(1) == sum(len(ids) for _, ids in llm.asked)
 
 
-@pytest.mark.parametrize("change", ["another", "removed", "moved"])
+@pytest.mark.parametrize("change", ["another", "moved"])
 def test_a_changed_image_begins_another_record(change, tokenizer):
     def agent(row, client):
         messages = [user("Which ", shown(uri(vision_model.picture(1))), "?")]
@@ -89,8 +84,6 @@ def test_a_changed_image_begins_another_record(change, tokenizer):
         parts = messages[0]["content"]
         if change == "another":
             parts[1] = shown(uri(vision_model.picture(2)))
-        elif change == "removed":
-            del parts[1]
         else:
             parts[:] = [parts[1], parts[0], parts[2]]
         messages += [answer.choices[0].message, user("And now?")]
@@ -99,8 +92,7 @@ def test_a_changed_image_begins_another_record(change, tokenizer):
     rollout, _ = run(agent, tokenizer, "four")
     names = [[picture.name for picture in pictures_in(record.prompt_ids)] for record in rollout.records]
     pictures = [tokenizer.pictures.read(vision_model.picture(k), "").name for k in (1, 2)]
-    seconds = {"another": [pictures[1]], "removed": [], "moved": [pictures[0]]}
-    assert names == [[pictures[0]], seconds[change]]
+    assert names == [[pictures[0]], [pictures[1 if change == "another" else 0]]]
 
 
 def test_an_image_in_the_result_of_a_tool(folder, tokenizer):
@@ -157,13 +149,10 @@ def test_a_placeholder_that_an_agent_or_the_policy_writes_is_no_picture(tokenize
     assert "Read < |image_pad|>." in tokenizer.decode(rollout.prompt_ids)
 
 
-FRAMES = {"save_all": True, "append_images": [vision_model.picture(1)]}
 BAD = [
     (shown("https://127.0.0.1:1/x.png"), "got the image 'https://127.0.0.1:1/x.png', expected a data"),
     (shown("/etc/passwd"), "no address is fetched, no file is kept, and no path is read"),
     (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
-    (shown(uri(as_bytes(vision_model.picture(0), "GIF", **FRAMES))), "it is animated .2 frames"),
-    (shown(uri(Image.new("1", (8192, 8192)))), "it has 8192 x 8192 pixels, expected at most"),
     ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),
 ]
 
@@ -198,56 +187,6 @@ def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):
     assert rollout.reward == 1.0 and pictures_in(rollout.prompt_ids) == expected
     assert expected[0].image.size == (56, 84) and rollout.environment.result["other"] == str(b"no image")
     assert uri_or_str(written).startswith("data:image/jpeg;base64,") and uri_or_str(3) == "3"
-
-
-AGENT = """
-import base64, io
-
-
-def uri(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-async def solve(row, client):
-    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri(row["image"])}},
-                                             {"type": "text", "text": "Which digit?"}]}]
-    answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
-    crop = row["image"].crop((0, 0, 28, 28))
-    messages += [answer.choices[0].message, {"role": "user", "content": [
-        {"type": "text", "text": "And here?"}, {"type": "image_url", "image_url": {"url": uri(crop)}}]}]
-    answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
-    return float(len(answer.choices[0].message.content or "") % 5)
-"""
-
-
-def test_two_steps_of_an_agent_that_sends_images(folder, tmp_path):
-    """In process, with the model's own samples. Each rollout is one record with both of its images."""
-    scope = {}
-    exec(AGENT, scope)  # noqa: S102
-    program = FunctionAgent(scope["solve"])
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 60.0, 8)
-    env = cls([], None, environment=agent_environment(program), tool_format="hermes")
-    args = mt.MTGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=120, max_steps=2, logging_steps=1,
-        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, log_rollouts=8,
-    )  # fmt: skip
-    rows = Rows([{"image": vision_model.picture(20 + k)} for k in range(4)])
-    trainer = mt.MTGRPOEnvTrainer(str(folder), env, [], [], args=args, train_dataset=rows)
-    with contextlib.closing(env):
-        trainer.train()
-    logs = [log for log in trainer.state.log_history if "reward" in log]
-    assert len(logs) == 2 and all(log["records/mean"] == 1.0 and log["turns/mean"] == 2.0 for log in logs)
-    assert all(log["grad_norm"] > 0 and log["tokens/ids_differ"] == 0 for log in logs)
-    for rollout in trainer.batch.rollouts:
-        assert [p.num_tokens for p in pictures_in(rollout.prompt_ids)] == [4]
-        assert [p.num_tokens for p in pictures_in(rollout.completion_ids)] == [1]
-    text = (tmp_path / "rollouts.rank0.jsonl").read_text()
-    names = {path.stem for path in (tmp_path / "images").iterdir()}
-    said = "".join(message["content"] for line in text.splitlines() for message in json.loads(line)["messages"])
-    assert len(names) == 8 and all(f"<image {name}>" in said for name in names) and "ufdd0" not in text
 
 
 def test_a_history_without_thoughts_is_one_record(tmp_path):

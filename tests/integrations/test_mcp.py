@@ -1,8 +1,6 @@
 """Tools of MCP servers: real ones over stdio and streamable HTTP; servers that die, hang, and say no."""
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -11,8 +9,7 @@ import time
 import psutil
 import pytest
 import vision_model
-import warm_python
-from processes import IMPORTS, ends
+from processes import ends
 from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 from test_verl import build, converse, free_port, settings, write_yaml
@@ -61,6 +58,12 @@ async def wait(seconds: float) -> str:
 def end() -> str:
     """End the server."""
     os._exit(1)
+
+
+@server.tool()
+def variables() -> str:
+    """Name the variables."""
+    return " ".join(os.environ)
 
 
 @server.tool()
@@ -215,12 +218,16 @@ def wait_for(port):
 
 
 @pytest.mark.contract("MCP")
-def test_a_server_that_dies_is_started_again_and_nothing_else_ends_it(tmp_path, caplog):
+def test_a_server_that_dies_is_started_again_and_nothing_else_ends_it(tmp_path, monkeypatch, caplog):
     """The call that notices it reads an error; a failure of the tool's own and a call that hangs end no server.
 
-    Half a character would end the connection of all conversations; an infinity would arrive as null.
+    Half a character would end the connection of all conversations; an infinity would arrive as null. Its variables are
+    those of its entry, and no others of ours.
     """
-    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    monkeypatch.setenv("MT_GRPO_TEST_SECRET", "secret")
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path) | {"env": {"GIVEN": "yes"}}})
+    (turn,) = talk(tools, call("variables"))
+    assert "GIVEN" in turn.observation.split() and "MT_GRPO_TEST_SECRET" not in turn.observation
     texts = ['{"a": "\\ud800"}', '{"a": 1e400}', '{"a": [NaN]}', '{"a": 1}']
     *refused, added = talk(tools, *(f'<tool>{{"name": "add", "args": {text}}}</tool>' for text in texts))
     assert added.observation == "2"
@@ -301,11 +308,8 @@ def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
 
 
 BAD_FILES = {
-    "no servers": ("{}", "KeyError: 'mcpServers'.*Expected JSON with mcpServers"),
-    "no target": ('{"mcpServers": {"a": {}}}', "'a' has.*command, args, env, cwd, or with url, headers, type"),
     "a key of another program": ('{"mcpServers": {"a": {"command": "x", "envFile": ".env"}}}', "command, envFile"),
     "a variable that is not set": ('{"mcpServers": {"a": {"command": "${NOT_SET_X}"}}}', "NOT_SET_X.*must be set"),
-    "no command": ('{"mcpServers": {"a": {"command": "/not/there"}}}', "the server 'a' does not start .FileNotFound"),
     "one that ends": ('{"mcpServers": {"a": {"command": "false"}}}', "does not start .*See its output above"),
     "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "running at http://127.0.0.1:9/mcp"),
     "one that hangs": ('{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}', "does not start .TimeoutError"),
@@ -345,6 +349,13 @@ def test_lists_of_tools_have_pages_and_no_name_twice(tmp_path):
     }  # fmt: skip
     with pytest.raises(ValueError, match="offer no tools"):
         tools_of(tmp_path, {"none": listing()})
+    two = {"a": listing("add", "draw"), "b": listing("add", "show")}
+    with pytest.raises(ValueError, match="two tools 'add'. Choose by a list `tools`"):
+        tools_of(tmp_path, two)
+    with pytest.raises(ValueError, match="mcp_config_file: the server 'b' of .* offers no tool 'sub'"):
+        tools_of(tmp_path, two | {"b": two["b"] | {"tools": ["add", "sub"]}})
+    selected = {"a": two["a"] | {"tools": ["draw"]}, "b": two["b"] | {"tools": ["show", "add"]}}
+    assert {tool.__name__ for tool in tools_of(tmp_path, selected)} == {"draw", "show", "add"}
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -357,17 +368,6 @@ def test_a_bad_file_is_refused(tmp_path, monkeypatch, name):
         load_integration_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
 
 
-def test_names_of_tools(tmp_path):
-    """Two servers with a tool of one name: the list `tools` of an entry selects one."""
-    two = {"a": sums(tmp_path), "b": sums(tmp_path)}
-    with pytest.raises(ValueError, match="two tools 'add'. Choose by a list `tools`"):
-        tools_of(tmp_path, two)
-    with pytest.raises(ValueError, match="mcp_config_file: the server 'b' of .* offers no tool 'sub'"):
-        tools_of(tmp_path, two | {"b": {**two["b"], "tools": ["add", "sub"]}})
-    selected = {"a": {**two["a"], "tools": ["draw"]}, "b": {**two["b"], "tools": ["show", "add"]}}
-    assert {tool.__name__ for tool in tools_of(tmp_path, selected)} == {"draw", "show", "add"}
-
-
 VERL = """
 tools:
   - class_name: {cls}
@@ -376,9 +376,7 @@ tools:
 """
 
 
-@pytest.mark.parametrize(
-    "cls", ["verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool", "written_mcp.Loud"]
-)
+@pytest.mark.parametrize("cls", ["verl.tools.mcp_search_tool.MCPSearchTool", "written_mcp.Loud"])
 def test_verls_entry_of_type_mcp(tmp_path, cls):
     """In the form of its own YAML. The servers stand beside it; a class may read results in its own way."""
     (tmp_path / "written_mcp.py").write_text(
@@ -392,25 +390,3 @@ def test_verls_entry_of_type_mcp(tmp_path, cls):
     assert rollout.turns[1].error == "tool" and list(rollout.tools) == ["add"]
     with pytest.raises(ValueError, match="offers \\['sub'\\] of tool_selected_list"):
         build(tools_config_file=write_yaml(tmp_path, VERL.format(cls=cls, tool="sub")))
-
-
-def test_a_server_ends_with_its_trainer(tmp_path):
-    """Also where that is killed: its end of the pipe is closed."""
-    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"sums": sums(tmp_path)}}))
-    code = (
-        "import os, sys, time\nfrom test_verl import settings\n"
-        "from mt_grpo.recipe.plugins import load_integration_tools\n"
-        f"load_integration_tools(settings(mcp_config_file={str(tmp_path / 'servers.json')!r}))\n"
-        "print(os.getpid(), flush=True)\ntime.sleep(600)"
-    )
-    env = {**os.environ, "PYTHONPATH": IMPORTS}
-    command = [warm_python.executable(), "-c", code]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    try:
-        trainer = int(process.stdout.readline())
-        (child,) = psutil.Process(trainer).children()
-        os.kill(trainer, signal.SIGKILL)
-        assert ends(child.pid)
-    finally:
-        process.kill()
-        process.wait()

@@ -18,8 +18,6 @@ from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import run_rewards
 
-needs_plugins = pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")
-
 
 @pytest.fixture(autouse=True)
 def registries():
@@ -84,23 +82,22 @@ BY_HAND = {  # name -> (what was said, columns, rewards)
 }  # fmt: skip
 
 
-@needs_plugins
-@pytest.mark.parametrize("name", BY_HAND)
-def test_every_example_reward_gives_what_it_gives_in_the_main_thread(name, services):
+@pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")
+def test_every_example_reward_gives_what_it_gives_in_the_main_thread(services):
     """By hand, by the plug-in called here, and as the trainer calls it."""
     for file in ("plugin.py", "gsm8k_plugin.py"):
         import_file(str(PLUGINS / file), "external_plugins")
-    texts, columns, right = BY_HAND[name]
     state, settings = SimpleNamespace(global_step=1), SimpleNamespace()
-    conversations = list(map(ended, texts))
-    for conversation, solution in zip(conversations, columns.get("solution", [])):
-        conversation.row["solution"] = solution
-    reward = swift_paths.registry("orms")[name](args=settings)
-    here = reward(completions_of(conversations), **columns_of(conversations), **columns, trainer_state=state)
-    here = asyncio.run(here) if inspect.isawaitable(here) else here
-    given = {"prompts": [[], []], "environments": conversations, "trainer_state": state, **columns}
-    (trained,) = run_rewards([as_reward(name, settings, settings)], given, 60.0)
-    assert here == trained == right
+    for name, (texts, columns, right) in BY_HAND.items():
+        conversations = list(map(ended, texts))
+        for conversation, solution in zip(conversations, columns.get("solution", [])):
+            conversation.row["solution"] = solution
+        reward = swift_paths.registry("orms")[name](args=settings)
+        here = reward(completions_of(conversations), **columns_of(conversations), **columns, trainer_state=state)
+        here = asyncio.run(here) if inspect.isawaitable(here) else here
+        given = {"prompts": [[], []], "environments": conversations, "trainer_state": state, **columns}
+        (trained,) = run_rewards([as_reward(name, settings, settings)], given, 60.0)
+        assert (name, here, trained) == (name, right, right)
 
 
 SQUARE = {"type": "function", "function": {"name": "square", "description": "Squares a number.", "parameters": {

@@ -217,9 +217,8 @@ def test_a_full_server_has_conversations_wait():
 
 
 NONSENSE = [
-    None, "Say 2.", "[" * 5000, '"observation"', '{"type": "observation"}', message(observation="Say 2.", done=False),
-    message(observation={}, reward="1"), '{"type": "observation", "data": {"observation": {}, "reward": NaN}}',
-    message(observation={}, reward=1e300), message(observation={}, done="no"), '{"type": "state", "data": {}}',
+    "[" * 5000, '{"type": "observation"}', message(observation="Say 2.", done=False),
+    message(observation={}, done="no"), '{"type": "observation", "data": {"observation": {}, "reward": NaN}}',
     '{"type": "error", "data": {"code": "SESSION_ERROR", "message": "out of memory"}}',
 ]  # fmt: skip
 

@@ -14,14 +14,11 @@ from json import dumps
 
 import pytest
 import vision_model
-from conftest import data_file
 from scripted import call
 from test_environments import ANSWER
-from test_mcp import wait_for
 from test_verl import Ray, build, converse, free_port, fresh_verl, settings, write_yaml  # noqa: F401
 
 from mt_grpo.images.pictures import mark_of, pictures_in
-from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.verl import paths as verl_paths
 from mt_grpo.rollout import StopReason
 
@@ -70,11 +67,6 @@ def package(monkeypatch, name, folder):
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def tool_of(env):
-    (tool,) = env.environments.by_name[None].verl_tools.values()
-    return tool
-
-
 @pytest.mark.parametrize("way", ["installed", "beside"])
 def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     """Its texts are read, and the image that it crops if the model reads images; another one reads why not."""
@@ -103,69 +95,3 @@ def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     (crop,) = pictures_in(rollout.completion_ids)
     assert crop is tokenizer.pictures.read(image.new("RGB", (50, 40)), "") and rollout.turns[0].error is None
     assert rollout.turns[0].observation.startswith(mark_of(crop))
-
-
-SERVER = """
-import json
-import sys
-
-from mcp.server.mcpserver import MCPServer
-
-server = MCPServer("Tavily Expert")
-
-
-@server.tool()
-def tavily_search_tool(query: str) -> str:
-    return json.dumps({"query": query, "results": [{"title": "Paris"}]}) if query else 1 / 0
-
-
-@server.tool()
-def tavily_extract_tool(url: str) -> str:
-    return url
-
-
-server.run("sse", host="127.0.0.1", port=int(sys.argv[1]))
-"""
-
-
-@pytest.fixture
-def tavily(tmp_path):
-    """verl's YAML as it is, and its JSON with the address of a server that runs here."""
-    port = free_port()
-    (tmp_path / "tavily.py").write_text(SERVER)
-    shutil.copy(data_file("plugins/verl/mcp_tool_config.yaml"), tmp_path)
-    servers = data_file("plugins/verl/mcp_server.json").read_text()
-    servers = servers.replace("your_tavily_expert_url", f"http://127.0.0.1:{port}/sse")
-    (tmp_path / "mcp_server.json").write_text(servers)
-    command = [sys.executable, str(tmp_path / "tavily.py"), str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        wait_for(port)
-        yield tmp_path / "mcp_tool_config.yaml"
-    finally:
-        mcp_servers.close_servers()
-        process.terminate()
-        process.wait(timeout=30)
-
-
-@pytest.mark.parametrize("way", ["installed", "beside", "built in"])
-def test_the_mcp_search_tool(found, tavily, tmp_path, way):
-    """The release's stands on the base class that is built in: verl's own imports what is not even in the wheel."""
-    if way != "built in":
-        folder = found("verl/tools/mcp_search_tool.py", way)
-        shutil.copy(folder / "verl/tools/mcp_base_tool.py", tmp_path)
-    env = build(tools_config_file=str(tavily))()
-    calls = [
-        *(call("tavily_search_tool", query=query) for query in ("France", "")),
-        call("tavily_extract_tool", url="x"),
-    ]
-    (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
-    built_in = "mt_grpo.integrations.verl.mcp"
-    cls = type(tool_of(env))
-    assert cls.__module__ == (built_in if way == "built in" else f"{OWN}mcp_search_tool")
-    assert cls.__base__.__module__ == built_in
-    found_it, failed, unknown = rollout.turns[:3]
-    assert found_it.observation == '[{"title": "Paris"}]'
-    assert (failed.error, failed.observation) == ("tool", "Error: Error executing tool tavily_search_tool")
-    assert unknown.error == "call"  # tool_selected_list
-    assert rollout.environment.agent_data.metrics["tavily_search_tool"][0]["queries"] == ["France"]

@@ -16,8 +16,7 @@ from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
 from mt_grpo.rollout import Generation, Record, Rollout, StopReason, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
-from mt_grpo.training.pass_metrics import PassMetrics, effective_share, rollout_weights, sampling_means
-from mt_grpo.training.passes import Pass
+from mt_grpo.training.pass_metrics import PassMetrics, sampling_means
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
@@ -153,30 +152,20 @@ def test_what_the_loss_uses_is_counted_by_token():
         "sampling/sampling_logp_difference/mean": apart, "sampling/sampling_logp_difference/max": math.log(4.0),
         "sampling/importance_sampling_ratio/min": 0.0, "sampling/importance_sampling_ratio/max": 3.0,
         "sampling/importance_sampling_ratio/mean": (2.0 + 1.0 + 0.0 + 0.5 + 1.0 + 3.0) / 6,
+        "sampling/effective_share": (4.0 + 1.0 + 0.0 + 0.25 + 1.0 + 9.0) / 6,  # the mean of squares
         "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit
         "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,
     })  # fmt: skip
-    assert [weight for _, weight in found.values()] == [5, 5, 6, 6, 6, 5, 6]
-    weights = rollout_weights(output[names[2]], trained, torch.tensor([0, 1]), Accelerator(cpu=True))
-    assert effective_share(weights) == pytest.approx((1.5 + 1.125) ** 2 / (2 * (1.5**2 + 1.125**2)))
+    assert [weight for _, weight in found.values()] == [5, 5, 6, 6, 6, 6, 5, 6]
 
 
-def test_the_effective_share_of_several_batches_is_the_mean_of_theirs():
-    """Two batches of one step have rollouts of the same numbers: each has one of two in effect."""
-    limits = {"vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0}
-    trainer = types.SimpleNamespace(
-        vllm_importance_sampling_mode="token_truncate", args=types.SimpleNamespace(old_logps="policy"), _mode="train",
-        accelerator=Accelerator(cpu=True), **limits,
-    )  # fmt: skip
-    metrics = PassMetrics()
-    metrics._logged = {}
-    for batch, ratios in enumerate(([2.0, 0.0], [0.0, 2.0])):
-        logps = torch.tensor(ratios).clamp(min=1e-30).log()[:, None].repeat(1, 2)
-        ones = torch.ones_like(logps)
-        each = Pass(completion_mask=ones, tool_mask=ones, sampling_per_token_logps=0 * ones, rollouts=torch.arange(2))
-        each.batch = batch
-        metrics.set_ratio(each, logps, trainer)
-    assert metrics._logged["sampling/effective_share"] == [pytest.approx(0.5)]
+def test_the_effective_share_is_of_all_passes():
+    """Two passes, one with weights of 2 and one without any: half of the tokens are in effect."""
+    metrics, logged = PassMetrics(), {}
+    key, mean = "sampling/effective_share", "sampling/importance_sampling_ratio/mean"
+    metrics.pool(logged, "train", {mean: (2.0, 4), key: (4.0, 4)})
+    metrics.pool(logged, "train", {mean: (0.0, 4), key: (0.0, 4)})
+    assert logged == {mean: [1.0], key: [0.5]}
 
 
 def one_group(model, out, funcs, **settings):
@@ -318,17 +307,13 @@ def test_a_reward_that_moves_nothing_is_counted(random_model, tmp_path):
 
 
 def test_a_batch_by_hand():
-    """Logprobs that one record does not know are None for all; numbers per turn are gathered in the table's shape; a
-    turn is trained unless its rollout is masked."""
+    """Logprobs that one record does not know are None for all; a turn is trained unless its rollout is masked."""
     turns = [Turn([5, 6], [-1.0, -2.0], "", "stop", observation_ids=[7]), Turn([8], [-3.0], "", "stop")]
     batch = Batch([], 1, records=[*(Record([k], [turn]) for k, turn in enumerate(turns)), Record([], [])])
     ids, masks = ([[0], [1], [9]], [[5, 6, 7], [8], [9]]), [[1, 1, 0], [1], [0]]
     assert batch.loss_lists(9) == (*ids, masks, [[-1.0, -2.0, 0.0], [-3.0], [0.0]])
     turns[1].logprobs = None
     assert batch.loss_lists(9) == (*ids, masks, None)
-    batch = Batch([{}, {}], 2, rewards=types.SimpleNamespace(turn=torch.zeros(4, 3)))
-    ranks = types.SimpleNamespace(device="cpu", gather=lambda own: torch.cat([own, -own]))
-    assert batch.of_all_ranks([[1.0, 2.0], [3.0]], ranks).tolist() == [[1, 2, 0], [3, 0, 0], [-1, -2, 0], [-3, 0, 0]]
     batch = Batch([], 2, truncated=[False, True, False])
     outcome = torch.tensor([0.0, 0.0, float("nan")])
     batch.rewards = types.SimpleNamespace(num_tokens=torch.tensor([[2, 0], [1, 3], [1, 1]]), outcome=outcome)

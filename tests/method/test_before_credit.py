@@ -1,7 +1,6 @@
 """What stands between rewards and credit, for a fork: the ideas of docs/forking.md, each in two places at most."""
 
 import asyncio
-import concurrent.futures
 import importlib.util
 import re
 import sys
@@ -11,19 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from refill_run import make
 from test_trainer import settings as of_trainer
 
-from mt_grpo.base.errors import RunError
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.training.policy_scores import policy_of, reference_of
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/forking.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.partition("## Between rewards and credit")[2], re.M | re.S)[:3]
-IMPORT = "from mt_grpo.training.policy_scores import policy_of, reference_of"
 
 
 def calculator(expression: str) -> str:
@@ -35,16 +30,13 @@ def calculator(expression: str) -> str:
     return "42"
 
 
-def fork(tmp_path, block, *imports):
+def fork(tmp_path, block):
     """The script with a method of the page in the place of its own, as a module."""
-    assert len(block.splitlines()) + len(imports) <= 20
+    assert len(block.splitlines()) <= 20
     source = (ROOT / "mt_grpo_trainer.py").read_text()
     (name,) = re.findall(r"^    def (\w+)", block, re.M)
     own = re.search(rf"^    def {name}\(.*?(?=^    (?:async )?def |^    # --)", source, re.M | re.S)[0]
     source = source.replace(own, block + "\n")
-    if imports:
-        assert imports == (IMPORT,) and IMPORT in PAGE
-        source = source.replace("from mt_grpo.training.rewards", f"{IMPORT}\nfrom mt_grpo.training.rewards")
     path = tmp_path / f"fork_{name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -65,32 +57,14 @@ def by_place(completions, **kwargs):
     return [float(i) for i in range(len(completions))]
 
 
-def test_a_penalty_per_turn(tmp_path):
-    """0.05 times the difference of the logprobs of a turn's ids, the policy's less the reference's."""
-    mt = fork(tmp_path, BLOCKS[0], IMPORT)
-    model = str(ROOT / "hf_recipes/tiny/calculator-model")
-    args = mt.MTGRPOConfig(**settings(tmp_path, beta=0.01, credit_assignment="turn_return", scale_rewards="none"))
-    env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.")
-    trainer = mt.MTGRPOEnvTrainer(model, env, [], [by_place], args=args, train_dataset=ROWS)
-    with torch.no_grad():
-        trainer.model.get_output_embeddings().weight.mul_(1.5)  # the reference keeps the old ones
-    trainer.model.train()
-    trainer._generate_and_score_completions([ROWS[0]] * 4)
-    table, rollouts = trainer.batch.rewards, trainer.batch.rollouts
-    assert max(len(r.turns) for r in rollouts) > 1
-    for i, rollout in enumerate(rollouts):
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        with torch.no_grad():
-            own, other = (m.eval()(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-                          for m in (trainer.model, trainer.ref_model))  # fmt: skip
-        at = len(rollout.prompt_ids) - 1
-        for k, turn in enumerate(rollout.turns):
-            here = slice(at, at + len(turn.token_ids))
-            expected = -0.05 * (own[here] - other[here]).sum().item()
-            assert table.turn[i, k].item() == pytest.approx(expected, abs=1e-4)
-            at += len(turn.token_ids) + len(turn.observation_ids)
-        assert table.turn[i, len(rollout.turns) :].isnan().all()
-    assert table.turn.nan_to_num(0.0).abs().max() > 1e-3  # there is something to compare
+def test_a_penalty_per_token(tmp_path):
+    """0.001 times the number of a turn's trained tokens, of the turns that were sampled."""
+    mt = fork(tmp_path, BLOCKS[0])
+    tokens, sampled = torch.tensor([[100, 50], [20, 0]]), torch.tensor([[True, True], [True, False]])
+    table = SimpleNamespace(turn=torch.tensor([[0.5, mt.NAN], [mt.NAN, mt.NAN]]), num_tokens=tokens, sampled=sampled)
+    this = SimpleNamespace(args=SimpleNamespace(refill_groups=0))
+    mt.MTGRPOEnvTrainer._before_credit(this, SimpleNamespace(rewards=table))
+    assert table.turn[sampled].tolist() == pytest.approx([0.4, -0.05, -0.02]) and table.turn[1, 1].isnan()
 
 
 def test_other_groups_are_sampled_again(tmp_path, random_model):
@@ -164,55 +138,3 @@ def test_waiting_for_another_conversation_holds_up_no_batch():
 
     assert llm.serve([shared(i) for i in range(3)]) == [[7], ("said", [7]), ("said", [7])]
     assert sizes[0] == 1 and sum(sizes) == 4
-
-
-@pytest.mark.timeout(300)
-def test_policy_and_reference_of_a_lora(random_model, tmp_path, monkeypatch):
-    """They are the same modules: one is asked after the other, and training mode is what it was.
-
-    The reference is the base, whatever the adapter has learned.
-    """
-    trainer = MTGRPOEnvTrainer(
-        random_model, MultiTurnToolEnv([], None), [], [by_place], args=MTGRPOConfig(**settings(tmp_path)),
-        train_dataset=ROWS, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
-    )  # fmt: skip
-    trainer.model.train()
-    contexts, continuations = [[5, 6, n] for n in range(9, 29)], [[7, 8]] * 20
-    policy, reference = policy_of(trainer), reference_of(trainer)
-    (before,) = reference.logprobs([[5, 6]], [[7, 8]])
-    assert policy.logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    assert reference.logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
-    assert policy.logprobs([[5, 6]], [[7, 8]])[0] != pytest.approx(before, abs=1e-3)
-    expected = policy.logprobs(contexts, continuations), reference.logprobs(contexts, continuations)
-    assert expected[0] != expected[1]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(each.logprobs, contexts, continuations) for each in (policy, reference) * 4]
-        for i, future in enumerate(asked):
-            assert future.result() == expected[i % 2]
-    assert trainer.model.training
-    monkeypatch.setattr(MTGRPOEnvTrainer, "_is_sharded", True)
-    with pytest.raises(RunError, match="DeepSpeed or FSDP shards"):
-        reference_of(trainer)
-
-
-def test_a_reward_may_ask_the_reference(random_model, tmp_path):
-    """And a run without one ends when it is asked."""
-    found = []
-
-    def asks(completions, reference, **kwargs):
-        found.append(reference.version)
-        return by_place(completions)
-
-    def trainer(**changes):
-        return MTGRPOEnvTrainer(
-            random_model, MultiTurnToolEnv([], None), [], [asks], args=MTGRPOConfig(**settings(tmp_path, **changes)),
-            train_dataset=ROWS,
-        )  # fmt: skip
-
-    with pytest.raises(RunError, match="asks `reference`, and the run has no reference model"):
-        trainer().train()
-    trainer(beta=0.01).train()
-    assert found == ["reference"]

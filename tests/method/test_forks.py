@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -197,10 +196,8 @@ def test_the_format_of_the_page_trains(fork, random_model, tmp_path):
     assert [len(rows), rows[0]["stop_reason"], steps[0]["turns/mean"]] == [8, "answered", 3.0]
 
 
-def test_the_choices_of_a_fork_have_its_format(fork, random_model, tmp_path):
-    """And another house's program, which leaves calls to the chat template, refuses it by its name."""
-    with pytest.raises(ValueError, match=r"tool_format='json' .*Expected one of: xml, hermes, native, python\."):
-        build(tmp_path, random_model, script=fork, tool_format="json")
+def test_the_format_of_a_fork_is_none_of_another_house(fork, random_model, tmp_path):
+    """Another house's program, which leaves calls to the chat template, refuses it by its name."""
     with pytest.raises(ValueError, match=r"tool_format='python' does not fit"):
         build(tmp_path, random_model, script=fork, tool_format="python", environment="openai_agent", agent="a.py:f")
 
@@ -285,18 +282,6 @@ def test_what_a_short_memory_reads(tool_format):
     assert [turn.observation for turn in rollout.turns] == [*grass, None]
 
 
-def test_a_short_memory_trains(tmp_path):
-    assert size("tools/short_memory.py") <= 25
-    chain = yaml.safe_load((ROOT / "hf_recipes/tiny/chain.yaml").read_text())
-    keys = {key: chain[key] for key in ("tools_script", "reward_fn", "system_prompt", "max_turn_tokens")}
-    trainer = build(
-        tmp_path, "hf_recipes/tiny/chain-model", **keys, environment="tools/short_memory.py:ShortMemory",
-        max_env_steps=4, dataset_name="chain", dataset_size=4,
-    )  # fmt: skip
-    _, steps = train(trainer)
-    assert any(step["records/mean"] > 1 for step in steps)
-
-
 RAN = """
 import json
 from pathlib import Path
@@ -358,98 +343,3 @@ def test_what_a_sandbox_bounds(tmp_path, monkeypatch):
     finally:
         sandbox.close()
     assert not sandbox.folder.exists()
-
-
-# A game in the style of TRL's pages on OpenEnv. The package of its client is replaced by a local one; the class knows
-# nothing of this project.
-TRL_GAME = '''
-from game_client import GameAction, GameClient
-
-
-class GameEnv:
-    def __init__(self):
-        self.client = GameClient(base_url="http://127.0.0.1:9")
-
-    def reset(self, **kwargs) -> str | None:
-        result = self.client.reset()
-        self._told = result.text
-        self.reward, self.done = 0.0, False
-        return self._told
-
-    def guess(self, guess: str) -> str:
-        """
-        Guess the word.
-
-        Args:
-            guess: The word, such as '[abcde]'
-
-        Returns:
-            What the game says.
-        """
-        if self.done:
-            raise ValueError("Game over.")
-        result = self.client.step(GameAction(message=guess))
-        told, self._told = self._told, result.text
-        self.reward, self.done = result.reward, result.done
-        return result.text[len(told) :]
-
-
-def reward_func(environments, **kwargs) -> list[float]:
-    return [env.reward for env in environments]
-
-
-ENVIRONMENT = GameEnv
-OUTCOME_REWARD_FUNCS = [reward_func]
-'''
-
-
-class GameClient:
-    """It tells all that was said so far with each answer."""
-
-    def __init__(self, base_url):
-        pass
-
-    def reset(self):
-        self.text = "\nGuess a word of five letters."
-        return SimpleNamespace(text=self.text)
-
-    def step(self, action):
-        right = action.message == "[grass]"
-        self.text += f"\n{action.message}: {'right' if right else 'wrong'}"
-        return SimpleNamespace(text=self.text, reward=float(right), done=right)
-
-
-@pytest.fixture
-def client(monkeypatch):
-    """The package that the class imports."""
-    module = ModuleType("game_client")
-    module.GameClient, module.GameAction = GameClient, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "game_client", module)
-
-
-class Guesses(Says):
-    """Odd ones know the word, and guess again."""
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        words = ("[grass]", "[grass]") if index % 2 else ("[hedge]", "[grove]")
-        self.turns = [*(hermes("guess", guess=word) for word in words), "Done"]
-        return await super().generate(prompt_ids, max_tokens, sampling_params, index)
-
-
-def test_a_game_written_for_trl(hermes_model, client, tmp_path):
-    """`reset` is joined to the prompt, an exception is an observation, and instances are reset and used again."""
-    path = tmp_path / "theirs.py"
-    path.write_text(TRL_GAME)
-    files = {"tools_script": str(path), "reward_fn": str(path)}
-    trainer = build(tmp_path, hermes_model, **files, tool_format="hermes", max_completion_length=900)
-    assert trainer.reward_func_names == ["reward_func"]
-    trainer.llm = Guesses(trainer.processing_class, [])
-    rows, _ = train(trainer)
-    assert [row["rewards"]["reward_func"] for row in rows] == [0.0, 1.0, 0.0, 1.0] * 2
-    said = [message["content"] for message in rows[5]["messages"]]
-    assert re.fullmatch(r"What is \d \+ 2\?\nGuess a word of five letters\.", said[0])
-    assert (said[2], said[4]) == ("\n[grass]: right", "Error: Game over.")
-    told = {"role": "tool", "name": "guess", "tool_call_id": "call00000", "content": "\n[grove]: wrong"}
-    assert rows[0]["messages"][4] == told
-    description = '"description": "The word, such as \'[abcde]\'"'
-    assert description in trainer.processing_class.decode(trainer.batch.rollouts[0].prompt_ids)

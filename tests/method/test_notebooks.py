@@ -75,7 +75,7 @@ MESSAGES = [{"role": "user", "content": "5?"}]
     "prompts, message",
     [
         ("2+3?", r"^prompts is '2\+3\?', expected"),
-        (MESSAGES, "^prompts is a single conversation"),
+        (MESSAGES, "^prompts contains {"),
         (None, "^prompts is None, expected"),
         ([["2+3?"]], r"^prompts contains \['2\+3\?'\], expected"),
         ([[{"role": "user"}]], "^prompts contains .*, with role and content"),

@@ -25,7 +25,6 @@ from accelerate.utils import DistributedType
 from conftest import data_file
 from datasets import Dataset
 from openenv_server import Served
-from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -40,7 +39,7 @@ from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts
 from mt_grpo.recipe.data import load_rows, make_arithmetic
-from mt_grpo.recipe.parse import OF_TRL, known_keys, read_recipe
+from mt_grpo.recipe.parse import OF_TRL, known_keys
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
@@ -360,7 +359,18 @@ def check_read_back(trainer, recipe: dict, readers: dict) -> None:
             pytest.fail(f"No entry says where the recipe's key {key!r} is read.")
 
 
-@each_recipe
+def what_is_used(path: Path) -> tuple:
+    """The keys of a recipe that reach a step without a server, and the files that it names."""
+    recipe = read(path)
+    named = [recipe.get(key) for key in ("tools_script", "reward_fn", "environment", "agent", "gym_env")]
+    return (*named, *sorted(recipe.keys() - REPLACED - VLLM_KEYS))
+
+
+# Of recipes that differ in numbers alone one trains.
+TRAINED = list({what_is_used(path): path for path in RECIPES}.values())
+
+
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
 def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path):
     original = read(path)
     recipe = {k: v for k, v in on_this_machine(original, random_model, tmp_path).items() if k not in VLLM_KEYS}
@@ -531,7 +541,7 @@ def test_keys_that_only_some_estimators_read(key, value, readers, parse):
             parse(**changes)
 
 
-@pytest.mark.parametrize("name", ["0.6B--mt-grpo", "1.7B--mt-grpo", "1.7B--gsm8k", "4B--mt-grpo"])
+@pytest.mark.parametrize("name", ["1.7B--mt-grpo", "1.7B--gsm8k"])
 def test_one_gpu_is_one_argument(name):
     """What the README says, and what `train.sh` answers where it finds one GPU."""
     recipe = str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml")
@@ -539,17 +549,12 @@ def test_one_gpu_is_one_argument(name):
     assert backend_of(args) == "colocate"
 
 
-SAMPLING = {
-    "temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1,
-    "generation_kwargs": {"top_k": 5},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("key", "value"), SAMPLING.items())
-def test_sampling_key_reaches_both_kinds_of_backend(key, value, random_model, tmp_path, monkeypatch):
-    """The server's request, and the configuration that `model.generate` gets."""
-    expected = value if isinstance(value, dict) else {key: value}
-    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path) | {key: value}
+def test_sampling_keys_reach_both_kinds_of_backend(random_model, tmp_path, monkeypatch):
+    """The server's request, and the configuration that `model.generate` gets. `generation_kwargs` come last."""
+    keys = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1}
+    expected = {**keys, "top_k": 5}
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
+    recipe |= keys | {"generation_kwargs": {"top_k": 5}}
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
     assert expected.items() <= trainer._sampling_params.items()
     assert expected.items() <= trainer.generation_config.to_dict().items()
@@ -591,21 +596,12 @@ def build(random_model, tmp_path, no_weights):
     ("changes", "message"),
     [
         ({"num_generation": 8}, r"'num_generation' \(did you mean 'num_generations'\?\)"),
-        ({"qqqq": 2, "rlhf_type": "grpo"}, "'qqqq', 'rlhf_type'.*docs/moving.md"),
-        ({"num_generations": 7.5}, "num_generations: 7.5 .*expected int"),
         ({"save_strategy": False}, "save_strategy: False .*quote them"),
-        ({"loss_type": "nonsense"}, "loss_type='nonsense' .*dapo"),
-        ({"output_dir": ""}, "output_dir is empty"),
         ({"max_completion_length": None}, "^max_completion_length: None .*expected int"),
-        ({"save_steps": 0}, "^save_steps=0, expected"),
-        ({"env": ["A"]}, "^env: .* is list, expected"),
         ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .* is dict, expected"),
         ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* is read before"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
-        ({"tools_script": ...}, "tools_script is not set"),
-        ({"model_name_or_path": ...}, "model_name_or_path is not set"),
-        ({"dataset_name": ...}, "dataset_name is not set"),
         ({"reward_fn": ...}, "No reward functions. Expected"),
         ({"tool_format": "hermes"}, "The chat template of .* has no tool support: it leaves calls out"),
     ],
@@ -622,13 +618,13 @@ NUMBERS_OUT_OF_RANGE = {
          "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "max_completion_length",
          "max_turn_tokens", "max_tokens_per_pass", "max_concurrent_tools", "max_steps",
          "max_model_calls", "max_turns"),
-        (0, -5),
+        (0,),
     ),
     **dict.fromkeys(
         ("adam_epsilon", "temperature", "delta", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
          "vllm_request_timeout", "environment_timeout", "agent_timeout"),
-        (0.0, -1.0, math.inf, math.nan),
+        (0.0, math.inf, math.nan),
     ),
     **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "turn_discount"), (-1, 1.1, math.nan)),
     **dict.fromkeys(
@@ -678,8 +674,6 @@ def test_good_values_are_taken(parse):
     [
         (["--num_generation=8"], "on the command line: .*did you mean 'num_generations'"),
         (["--config", "other.yaml"], "Several recipes are given"),
-        (["recipe.yaml"], r"Unknown arguments \['recipe.yaml'\]"),
-        (["--max_steps", "many"], "argument --max_steps.*: invalid int value: 'many'"),
     ],
 )
 def test_bad_command_line(flags, message, build):
@@ -691,9 +685,7 @@ def test_bad_command_line(flags, message, build):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- max_steps\n", "holds list, expected lines of `key: value`"),
         ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set twice, again on line 3"),
-        ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected"),
         ("beta: !!python/object/apply:os.getpid []\n", "could not determine a constructor"),  # no code runs
     ],
 )
@@ -702,10 +694,6 @@ def test_bad_recipe(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises((ValueError, yaml.YAMLError), match=message):
         mt.parse_arguments(["--config", str(path)])
-    with pytest.raises(ValueError, match="No recipe is given"):
-        mt.parse_arguments([])
-    with pytest.raises(ValueError, match="Unknown arguments .*a recipe after --config"):
-        mt.parse_arguments(["clock/recipe.yaml"])
 
 
 def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
@@ -726,12 +714,6 @@ def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
                      "LAST": "0x1F"}  # fmt: skip
 
 
-def test_merged_mappings_are_no_repeated_keys(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("env: &variables {A: 1}\nchat_template_kwargs: {<<: *variables, A: 2}\n")
-    assert read_recipe(str(path), mt.recipe_classes())["chat_template_kwargs"] == {"A": 2}
-
-
 def test_null_on_the_command_line_unsets_what_the_recipe_says(parse):
     flags = ["--agent", "null", "--agent_command", "./agent.sh", "--max-turn-tokens=null", "--reward_funcs", "null"]
     script_args, args, _ = parse(*flags, recipe="agent", reward_funcs=["a", "b"])
@@ -740,53 +722,23 @@ def test_null_on_the_command_line_unsets_what_the_recipe_says(parse):
     assert parse(*flags, "--agent", "a.py:b", recipe="agent")[0].agent == "a.py:b"
 
 
-def test_batch_that_is_no_whole_groups(build, monkeypatch):
-    with pytest.raises(ValueError, match="num_generations=7 does not divide .* to 8 or 4,"):
-        build(num_generations=7, per_device_train_batch_size=8)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="num_generations to 6 or 4"):
-        build(num_generations=8, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-
-
-def test_the_last_checkpoint_is_the_one_that_was_written_last(parse, tmp_path):
-    with pytest.raises(ValueError, match="resume_from_checkpoint='last' is no whole checkpoint.*There is none in"):
-        parse("--resume_from_checkpoint", "last")
-    for step, seconds in ((300, 100), (20, 300), (150, 200)):  # 300 is of an older run that went on for longer
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        states = {"optimizer.pt": {}, "scheduler.pt": {"last_epoch": 1}}
-        for name, state in (states | {"rng_state.pth": dict.fromkeys(("python", "numpy", "cpu"))}).items():
-            torch.save(state, folder / name)
-        save_file({"w": torch.ones(1)}, folder / "model.safetensors")
-        (folder / "trainer_state.json").write_text('{"global_step": 1}')
-        os.utime(folder / "trainer_state.json", (seconds, seconds))
-    for wanted, step in (("last", 20), ("true", 20), (str(tmp_path / "checkpoint-300"), 300)):
-        chosen = parse("--resume_from_checkpoint", wanted)[1].resume_from_checkpoint
-        assert chosen == str(tmp_path / f"checkpoint-{step}")
-
-
 TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
 
 
 @pytest.mark.parametrize(
     "key, code, message",
     [
-        ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a function.*, got 3"),
         ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .*plugin.py' is empty"),
         ("tools_script", TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         ("reward_fn", "import sys\nsys.exit()", "reward_fn: .*ends the program when it is imported"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
-        ("reward_fn", "def right(completions, **kwargs): pass", "defines neither TURN_REWARD_FUNCS nor OUTCOME_"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
-        ("reward_fn", "def right(completions): pass\nTURN_REWARD_FUNCS = [right]", r"right takes no \*\*kwargs"),
     ],
 )
 def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
     path = tmp_path / "plugin.py"
-    if code is not None:
-        path.write_text(code)
+    path.write_text(code)
     with pytest.raises(ValueError, match=message):
         build(**{key: str(path)})
 
@@ -833,10 +785,7 @@ def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
     ("changes", "declared", "message"),
     [
         ({"environment": "NoReward", **ALONE}, "", "No reward functions. .*an environment with get_reward"),
-        ({"environment": "Nothing", **ALONE}, "", "environment: '.*game.py' has no 'Nothing'"),
         ({"environment": "Game"}, "ENVIRONMENT = Game", "environment: '.*:Game' is an environment, and so is"),
-        ({}, "ENVIRONMENT = 5", "environment is 5, expected a class"),
-        ({}, "ENVIRONMENT = {'a': object}", "environment 'a': object has no method reset"),
     ],
 )
 def test_bad_environment(changes, declared, message, build, tmp_path):
@@ -857,25 +806,16 @@ IMAGE = '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "dataset_name: .*data.jsonl', split 'train', is empty"),
         ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3: expected an object"),
-        (ROW + "null\n", "data.jsonl, line 2: .*got null"),
-        (ROW.encode("utf-16"), "'utf-8' codec can't decode"),
-        ('{"query": "1+1?", "answer": "2"}', "row 0: .*'query'.* needs a prompt"),
         ('{"prompt": " ", "answer": "2"}', "row 0: .* needs a prompt of text"),
-        (ROW + '{"question": null, "answer": "2"}', "row 1: .* needs a prompt"),
-        (ROW + '{"question": "1+1?", "answer": null}', "row 1: .* and its answer"),
         (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: .*nan.* and its answer"),
         (IMAGE * 64, "row 0: a message has an image"),
-        (
-            '{"prompt": "?", "answer": "2", "images": [{"bytes": null, "path": "cat.png"}]}',
-            "row 0: the column 'images' is",
-        ),
+        ('{"prompt": "?", "answer": "2", "images": [{"path": "cat.png"}]}', "row 0: the column 'images' is"),
     ],
 )
 def test_bad_dataset(content, message, build, tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     with pytest.raises(ValueError, match=message):
         build(dataset_name=str(path))
 

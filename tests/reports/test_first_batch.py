@@ -21,11 +21,6 @@ CALCULATOR = ROOT / "hf_recipes/tiny/calculator.yaml"
 CONSTANT = (
     "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\nOUTCOME_REWARD_FUNCS = [constant]"
 )
-OF_TURNS = (
-    "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\n"
-    "def lengths(rollout_turns, **kwargs):\n    return [[len(t.token_ids) / 9 for t in r] for r in rollout_turns]\n"
-    "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [constant], [lengths]"
-)
 FAILING = '''
 def calculator(expression: str) -> str:
     """Compute the value of an arithmetic expression.
@@ -38,10 +33,6 @@ def calculator(expression: str) -> str:
 
 TOOL_FUNCTIONS = [calculator]
 '''
-UNSURE_TOOL = FAILING.replace(
-    '    raise ConnectionError("no server at 127.0.0.1:9")\n',
-    '    if next(CALLS) % 3:\n        raise ConnectionError("busy")\n    return "1"\n',
-).replace("\ndef", "\nimport itertools\n\nCALLS = itertools.count()\n\n\ndef", 1)
 # Leaves system messages out.
 NO_SYSTEM = (
     "{% for message in messages if message['role'] != 'system' %}<|im_start|>{{ message['role'] }}\n"
@@ -201,37 +192,21 @@ def test_the_page_has_the_table_of_readings():
 
 
 FILES = {
-    "constant.py": CONSTANT, "of_turns.py": OF_TURNS, "failing.py": FAILING, "unsure.py": UNSURE_TOOL,
-    "compute.py": FAILING.replace("calculator", "compute"),
+    "failing.py": FAILING,
     "empty.jsonl": "\n".join(json.dumps({"question": f"What is {n} * 3?", "answer": ""}) for n in range(11, 40)),
-}  # fmt: skip
+}
 # Changes of the recipe, the trouble that is named first, what its text says, exit code.
 BROKEN = {
     "no system role": ({}, "system prompt", "chat template with a system role", 1),
     "too short": ({"max_completion_length": 3, "max_turn_tokens": None}, "cut off",
                   r"of the rollouts are cut off \(.*Raise max_completion_length", 1),
-    "too short turns": ({"max_turn_tokens": 12}, "cut off by max_turn_tokens",
-                        "cut off at max_turn_tokens=12. .*Raise max_turn_tokens", 0),
     "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
                               "Write its name as it is, or {tool_descriptions}, into system_prompt", 0),
-    "another name": ({"tools_script": "compute.py"}, "tools", "does not mention the tool compute. (?s:.*)malformed "
-                     r"calls: .* unknown tool 'calculator'. Known tools: compute \(\d+ of \d+ errors\)", 1),
-    "a constant reward": ({"reward_fn": "constant.py"}, "constant rewards",
-                          "the same for all rollouts: constant 0.3. .*Look how the functions compare answers", 1),
     "answers that are empty": ({"reward_fn": "rewards/information_gain.py", "dataset_name": "empty.jsonl",
                                 "dataset_size": None}, "no rewards", "to any rollout. .*columns that", 1),
-    "turn rewards that nothing uses": (
-        {"reward_fn": "of_turns.py", "credit_assignment": "outcome"}, "unused rewards",
-        "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
     "a failing tool": ({"tools_script": "failing.py"}, "failing tools",
                        "100% of the calls that reach the tool calculator fail: Error: no server .*Fix the", 1),
-    "two of three calls fail": ({"tools_script": "unsure.py", "per_device_train_batch_size": 64}, "failing tools",
-                                "[67]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
-    "no learning rate": ({"learning_rate": 0.0}, "learning rate", "learning_rate is 0. No weight changes", 1),
-    "too hot": ({"temperature": 1.6}, "temperature", "temperature is 1.6. .*Set temperature: 1.0", 0),
-    "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
     "no temperature": ({"temperature": 0.01}, "identical rollouts", "at temperature=0.01. .*Set temperature: 1.0", 1),
-    "one choice": ({"top_k": 1}, "identical rollouts", "look whether top_k, top_p or min_p leave one", 1),
 }  # fmt: skip
 
 

@@ -60,14 +60,9 @@ def run_of(**values):
 
 TROUBLES = {
     "no signal": (run_of(credit__frac_groups_without_signal=(0.9, 1.0)), "no signal"),
-    "an environment that fails": (run_of(stop__environment_error=(0.05, 0.2)), "failures"),
-    "agents that always fail": (run_of(stop__agent_error=(0.75, 0.75)), "failures"),
-    "logprobs apart": (run_of(sampling__sampling_logp_difference__mean=(0.02, 0.11)), "logprobs"),
-    "ids that differ": (run_of(tokens__ids_differ=(0.0, 0.01)), "tokens"),
     "paid for something else": (run_of(reward=(1.0, 1.2), rewards__match__mean=(0.5, 0.4)), "reward"),
     "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "cut off"),
     "always cut off": (run_of(completions__clipped_ratio=(0.45, 0.45)), "cut off"),
-    "few rollouts in effect": (run_of(sampling__effective_share=(0.9, 0.49)), "effective share"),
     "what was learned is lost": (run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)), "outcome"),
     "another reference": ([{**WELL, "kl": 7.7}, *run_of()], "kl"),
     "no entropy": (run_of(entropy=(0.2, 0.001), credit__frac_groups_without_signal=(0.4, 0.6)), "entropy"),
@@ -76,10 +71,7 @@ NO_TROUBLES = {
     "well": run_of(),
     "the same reference, and then far from it": [{**WELL, "kl": 1e-3}, {**WELL, "kl": 7.7}, *run_of()],
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
-    "half of the rollouts in effect": run_of(sampling__effective_share=(0.9, 0.5)),
     "both fall a little": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.26)),
-    "few failures": run_of(stop__environment_error=(0.0, 0.19)),
-    "logprobs of bf16": run_of(sampling__sampling_logp_difference__mean=(0.09, 0.1)),
     "solved": run_of(
         entropy=(0.2, 0.001), rewards__match__mean=(0.9, 0.99), credit__frac_groups_without_signal=(0.4, 0.6)
     ),

@@ -189,6 +189,8 @@ def test_the_order_of_prompts_changes_with_the_size_of_a_batch(random_model, tmp
 
 def test_the_last_checkpoint_is_the_last_one_that_was_written_to_its_end(copy):
     assert checkpoint_to_resume(True, str(copy / "out")) == str(copy / "out/checkpoint-4")
+    os.utime(copy / "out/checkpoint-4/trainer_state.json", (0, 0))  # of an older run that went on for longer
+    assert checkpoint_to_resume("last", str(copy / "out")) == str(copy / "out/checkpoint-2")
     shutil.copytree(copy / "out/checkpoint-2", copy / "out/checkpoint-of-somebody")  # the newest
 
     def cut(step):
@@ -228,24 +230,21 @@ class Asked(TrainerCallback):
         control.should_epoch_stop = state.global_step == self.ends_at
 
 
-@pytest.mark.parametrize("num_passes, ends_at", [(1, 2), (2, 3)])
-def test_an_epoch_that_a_callback_ends_does_not_give_the_next_one_its_order(
-    random_model, tmp_path, num_passes, ends_at
-):
-    """Nor a part of it: the next epoch begins with its own first batch, for all of its passes."""
+def test_an_epoch_that_a_callback_ends_does_not_give_the_next_one_its_order(random_model, tmp_path):
+    """Nor a part of it: the next epoch begins with its own first batch, for all of its two passes."""
     orders = []
-    for end in (None, ends_at):
+    for end in (None, 3):
         asked = Asked(end)
         trainer = make_trainer(
             random_model, tmp_path, callbacks=[asked], max_steps=-1, num_train_epochs=2, save_strategy="no",
-            num_iterations=num_passes,
+            num_iterations=2,
         )  # fmt: skip
         asked.trainer = trainer
         trainer.train()
         orders.append(asked.prompts)
-    (whole, ended), length = orders, 6 * num_passes
-    assert len(whole) == 2 * length and whole[:length] != whole[length:]
-    assert ended == whole[:ends_at] + whole[length:]
+    whole, ended = orders
+    assert len(whole) == 24 and whole[:12] != whole[12:]
+    assert ended == whole[:3] + whole[12:]
 
 
 class StopAtStep(TrainerCallback):
@@ -358,19 +357,14 @@ def test_the_state_is_written_after_the_files_of_all_ranks(random_model, tmp_pat
 # Numbers that are none, and tensors that are missing
 
 
-@pytest.mark.parametrize("fault", ["missing", "shape", "model.safetensors", "optimizer.pt", "rng_state.pth"])
+@pytest.mark.parametrize("fault", ["missing", "model.safetensors", "optimizer.pt"])
 def test_a_checkpoint_that_is_damaged_ends_the_run_in_one_line(random_model, copy, fault):
     """Nothing is saved, and it is not offered for going on. transformers only warns of a tensor that is missing."""
-    folder, name = copy / "out/checkpoint-2", "model.layers.1.mlp.up_proj.weight"
-    says = "cannot be loaded: "
-    if fault in ("missing", "shape"):
+    folder, name, says = copy / "out/checkpoint-2", "model.layers.1.mlp.up_proj.weight", "cannot be loaded: "
+    if fault == "missing":
         tensors = load_file(folder / "model.safetensors")
-        tensor = tensors.pop(name)
-        if fault == "shape":
-            says = "cannot be loaded: .*size mismatch"
-            tensors[name] = tensor[1:].clone()
-        else:
-            says = f"lacks 1 weights of the model, such as {name}"
+        del tensors[name]
+        says = f"lacks 1 weights of the model, such as {name}"
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     else:
         (folder / fault).write_bytes((folder / fault).read_bytes()[:-2000])

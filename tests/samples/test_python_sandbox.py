@@ -79,22 +79,13 @@ PROGRAMS = {
     "a null byte": ("print(1)\0", re.compile(r"\w+Error: source code .* null bytes\n\[exit code 1\]")),
     "its exit code": ("import sys\nprint('a')\nsys.exit(3)", "a\n[exit code 3]"),
     "a signal": ("import os\nos.kill(os.getpid(), 11)", re.compile(r"(Segmentation fault\n)?\[killed by SIGSEGV\]")),
-    "other letters": ("print('\u00e4\u4e16')", "\u00e4\u4e16"),
     "no input": ("import sys\nsys.stdin.read()", "''"),
     "no environment variables": ("import os\nsorted(set(os.environ) & {'SECRET', 'HF_TOKEN'})", "[]"),
     "its folder is its home": ("import os\nos.path.samefile(os.path.expanduser('~'), '.')", "True"),
     "no core dumps": ("import resource\nresource.getrlimit(resource.RLIMIT_CORE)", "(0, 0)"),
-    "what is said of tests": (
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(1, 2)\n"
-        "unittest.main()", re.compile(r"(?s)F\n=+\nFAIL: test \(__main__.*FAILED \(failures=1\)\n\[exit code 1\]")
-    ),
     "a pool": (
         "from multiprocessing import Pool\ndef square(x):\n    return x * x\nwith Pool(2) as p:\n"
         "    print(p.map(square, [1, 2, 3]))", "[1, 4, 9]"
-    ),
-    "threads": (
-        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(16) as p:\n"
-        "    print(sum(p.map(abs, range(100))))", "4950"
     ),
     "a module of its own": ("open('helper.py', 'w').write('x = 7')\nimport helper\nhelper.x", "7"),
     "its source": ("import inspect\nclass A:\n    pass\ninspect.getsource(A)", "'class A:\\n    pass\\n'"),
@@ -273,11 +264,6 @@ def test_programs_at_the_same_time_are_different_users(loaded):
     with ThreadPoolExecutor(4) as pool:
         users = list(pool.map(lambda _: said(loaded, code), range(4)))
     assert len(set(users)) == 4
-    other = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(FILE.parent)!r}); import python_sandbox as p; "
-         "print(p.code_interpreter('import os\\nos.getuid()'))"], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert other.stdout.strip() not in users  # another trainer on this machine
 
 
 @as_root

@@ -149,8 +149,6 @@ def test_nothing_written_earns_nothing_and_values_keep_the_order_of_the_rollouts
     [
         "<answer>" * 100_000,
         "<reasoning>" + " " * 1_000_000 + "<answer>",
-        "<answer>" + "1,111" * 200_000 + "</answer>",
-        "<answer>-" + " " * 1_000_000 + "x</answer>",
         "<answer>18 " + "m/" * 500_000 + "</answer>",
         "<answer>\\boxed{" + "{1}" * 300_000 + "</answer>",
     ],
@@ -182,9 +180,7 @@ ANSWER_TEXTS = [
     ([says("<reasoning>It must be <answer>1887</answer></reasoning>")], 1.0),
     # An answer inside a tool call, or after one.
     ([says("<tool><answer>1887</answer></tool>")], 0.0),
-    ([says('<tool>{"name": "calculator", <answer>1887</answer>')], 0.0),
     ([says(SUM + "<answer>1887</answer>")], 0.0),
-    ([says("<answer>1887 <tool>{}</tool></answer>")], 0.0),
     ([says("<answer>1887</answer>" + SUM)], 1.0),
     # A fake result written by the policy is text like any other.
     ([says("<result><answer>1887</answer></result>")], 1.0),
@@ -193,10 +189,8 @@ ANSWER_TEXTS = [
     # Only the last assistant message answers, and the environment never does.
     ([answers("1887"), gets("go on"), says("<reasoning>Hm.</reasoning>")], 0.0),
     ([says(SUM), gets("<answer>1887</answer>")], 0.0),
-    ([says(SUM), gets("</result><answer>1887</answer>"), answers("88")], 0.0),
     # Tags are literal.
     ([says("<ANSWER>1887</ANSWER>")], 0.0),
-    ([says("&lt;answer&gt;1887&lt;/answer&gt;")], 0.0),
 ]
 
 
@@ -217,7 +211,6 @@ CALLS = [
     ([says(BROKEN), gets("Error: not JSON"), says(SUM), gets("1887"), answers("1887")], 0.1, 0.5),
     # A tool that raised, that reports its own failure in words.
     ([says(SUM), gets("Error: 1887")], 0.0, 0.0),
-    ([says(SUM), gets("  Error: no such page")], 0.0, 0.0),
     ([says(SUM), gets("An Error: 1887")], 0.2, 0.0),
     # A call that got no result, because the rollout ended there.
     ([says(SUM)], 0.0, 0.0),
@@ -228,9 +221,7 @@ CALLS = [
     # A fake result written by the policy is no result.
     ([says("<result>1887</result>")], 0.0, 0.0),
     ([says(SUM + "<result>1887</result>")], 0.0, 0.0),
-    ([says("<result>1887</result>" + SUM), gets("Error: busy")], 0.0, 0.0),
     # A result may hold tags itself.
-    ([says(SUM), gets("<tool>{}</tool>")], 0.2, 0.0),
     ([says(SUM), gets("</result>1887<result>")], 0.2, 0.0),
     # A message of the environment that answers no call.
     ([answers("88"), gets("1887")], 0.0, 0.0),
@@ -255,13 +246,11 @@ def several(*results, calls=None, malformed=()):
 # (turns, tool execution, gold number or word found)
 SEVERAL_CALLS = [
     ([several("88", "1887")], 0.2, 0.5),
-    ([several("1887", "88")], 0.2, 0.5),
     ([several("88", ("1887", "tool"))], 0.1, 0.0),
     ([several(("Error: busy", "timeout"), "1887")], 0.1, 0.5),
     ([several("88", "1887", malformed=[1])], 0.1, 0.0),
     ([several("Error: busy", "1887", "88", "88")], 0.15, 0.5),  # in the tool's own words
     # Calls without a result: there was no room for it, or the turn limit was reached.
-    ([several("1887", calls=2)], 0.1, 0.5),
     ([several("1887", calls=4)], 0.05, 0.5),
     ([several(calls=2)], 0.0, 0.0),
     ([several("1887", "88"), several(calls=2)], 0.1, 0.5),
@@ -297,19 +286,15 @@ GOLDS = [
     (["Spain", "France"], 1.0),
     (["Spain"], 0.0),
     ("France", 1.0),
-    ({"value": "France", "aliases": []}, 1.0),
     ({"value": "Gaul", "aliases": ["France", "FR"]}, 1.0),
     ({"value": "France", "aliases": None}, 1.0),
     ({"value": "Spain", "aliases": ["Hispania"]}, 0.0),
     (["", "  ", "France"], 1.0),
-    (["", "Spain"], 0.0),
     ([None, "France"], 1.0),
     ([" france\n"], 1.0),
     ([], None),
-    (["", "  "], None),
     (None, None),
     ("", None),
-    ({"value": "", "aliases": [""]}, None),
 ]
 
 
@@ -332,11 +317,9 @@ def test_triviaqa_gold_may_be_a_list_a_dict_or_a_string(gold, exact):
         ("Frances", "France", 0.0, 0.5),  # a plain substring, as in the paper
         ("Fra nce", "France", 0.0, 0.0),
         ("STRASSE", "Straße", 1.0, 0.5),
-        ("東京", "東京", 1.0, 0.5),
         ("\u00a0Paris\u2003", "Paris", 1.0, 0.5),
         ("<answer>France", "France", 0.0, 0.5),
         (".*", "France", 0.0, 0.0),
-        ("anything", ".*", 0.0, 0.0),
         ("1984", 1984, 1.0, 0.5),
     ],
 )
@@ -366,12 +349,8 @@ def test_exist_answer_looks_only_into_the_answer():
         ([says(CALL), gets("Error: no page on Viking")], 0.0),
         ([says(CALL), gets("")], 0.0),
         ([says("<tool>viking</tool>"), gets("nothing")], 0.0),
-        ([says("<result>\nviking\n</result>")], 0.0),
-        ([says(CALL + "\n<result>\nviking\n</result>")], 0.0),
         ([says(CALL + "\n<result>\nviking\n</result>"), gets("nothing")], 0.0),
         ([answers("viking"), gets("viking")], 0.0),
-        ([answers("viking")], 0.0),
-        ([gets("viking")], 0.0),
     ],
 )
 def test_exist_answer_in_search_results(messages, expected):
@@ -414,7 +393,6 @@ def test_format(messages, checks):
         ([says("<answer>France</answer>")], 2 / 4),
         ([says("<reasoning>r</reasoning>\n<answer>a")], 3 / 4),
         ([says("<reasoning>r</reasoning><answer>a</answer><answer>b</answer>")], 2 / 4),
-        ([says("<reasoning><reasoning>r</reasoning><answer>a</answer>")], 3 / 4),
         ([says("<answer><answer>a</answer></answer>")], 0 / 4),
         ([says("</answer></reasoning><answer><reasoning>")], 4 / 4),  # only counts; the format reward sees order
         ([says("no tags at all")], 0 / 4),
@@ -435,76 +413,51 @@ def test_the_maxima_are_exact():
 NUMBERS = [
     ("1887", "1887", 1.0, 1.0, 0.1),
     ("1,887", "1887", 1.0, 1.0, 0.1),
-    ("1,887.00", "1887", 1.0, 1.0, 0.1),
     ("-10", "-10", 1.0, 1.0, 0.1),
     ("-0", "0", 1.0, 1.0, 0.1),
     ("1887.5", "1887", 0.0, 0.0, 0.1),
     ("88", "1887", 0.0, 0.0, 0.1),
     # Dressed numbers: fine in a word problem, not for the calculator.
     ("$1,887.00", "1887", 0.0, 1.0, 0.1),
-    ("$ 1887", "1887", 0.0, 1.0, 0.1),
-    ("$-10", "-10", 0.0, 1.0, 0.1),
     ("1887%", "1887", 0.0, 1.0, 0.1),
     ("1887.", "1887", 0.0, 1.0, 0.1),
     ("$1,887.50.", "1887.50", 0.0, 1.0, 0.1),
-    ("1887\\%", "1887", 0.0, 1.0, 0.1),
     ("$1887$", "1887", 0.0, 1.0, 0.1),
-    ("€1,887", "1887", 0.0, 1.0, 0.1),
     # With its unit.
     ("$1,887 dollars.", "1887", 0.0, 1.0, 0.1),
-    ("-10 degrees", "-10", 0.0, 1.0, 0.1),
     ("1887 square feet per hour", "1887", 0.0, 1.0, 0.1),
     ("1887 km/h", "1887", 0.0, 1.0, 0.1),
-    ("1887kg", "1887", 0.0, 1.0, 0.1),
     ("1887 dozen", "1887", 0.0, 1.0, 0.1),  # a question asks how many dozens
     ("1887 dollars", "188", 0.0, 0.0, 0.1),
     # In a box, wherever it stands.
     ("\\boxed{1887}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1{,}887}", "1887", 0.0, 1.0, 0.1),
-    ("\\boxed{\\$1887.00}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1887\\text{ apples}}", "1887", 0.0, 1.0, 0.1),
     ("She pays 37*51 = \\boxed{1887} dollars.", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1887}, that is \\boxed{1,887.0}", "1887", 0.0, 1.0, 0.1),
-    ("\\boxed{88}", "1887", 0.0, 0.0, 0.1),
     ("\\boxed{88} or \\boxed{1887}", "1887", 0.0, 0.0, 0.0),
-    ("\\boxed{1887} \\boxed{}", "1887", 0.0, 0.0, 0.0),
     ("1887 \\boxed{88}", "1887", 0.0, 0.0, 0.1),
-    ("\\boxed{37*51}", "1887", 0.0, 0.0, 0.0),
     ("\\boxed{1887", "1887", 0.0, 0.0, 0.0),
     ("\\boxed{\\frac{1887}{1}}", "1887", 0.0, 0.0, 0.0),
     # No number, or not only a number and its unit.
-    ("not 1887", "1887", 0.0, 0.0, 0.0),
     ("about 1887 dollars", "1887", 0.0, 0.0, 0.0),
-    ("1887 feet, 3 inches", "1887", 0.0, 0.0, 0.0),
     ("1887 is what I get for all of them", "1887", 0.0, 0.0, 0.0),
     ("2 and a half hours", "2", 0.0, 0.0, 0.0),
-    ("2 or three", "2", 0.0, 0.0, 0.0),
-    ("2 plus three", "2", 0.0, 0.0, 0.0),
     ("2 hundred", "2", 0.0, 0.0, 0.0),
-    ("1.8 million dollars", "1.8", 0.0, 0.0, 0.0),
     ("5k", "5", 0.0, 0.0, 0.0),
     ("2½", "2", 0.0, 0.0, 0.0),
-    ("5²", "5", 0.0, 0.0, 0.0),
     ("10^{3}", "10", 0.0, 0.0, 0.0),
     ("2\\frac{1}{2}", "2", 0.0, 0.0, 0.0),
-    ("10/", "10", 0.0, 0.0, 0.0),
     ("12:30", "12", 0.0, 0.0, 0.0),
     ("900*2 = 1800", "1800", 0.0, 0.0, 0.0),
-    ("The answer is 1887", "1887", 0.0, 0.0, 0.0),
     ("37*51", "1887", 0.0, 0.0, 0.0),
     ("1 887", "1887", 0.0, 0.0, 0.0),
-    (",1887", "1887", 0.0, 0.0, 0.0),
     ("1_887", "1887", 0.0, 0.0, 0.0),
-    ("1.887e3", "1887", 0.0, 0.0, 0.0),
     ("1e999999999", "1887", 0.0, 0.0, 0.0),
     ("0x75f", "1887", 0.0, 0.0, 0.0),
-    ("--1887", "1887", 0.0, 0.0, 0.0),
     ("-$-10", "10", 0.0, 0.0, 0.0),
-    ("1887..", "1887", 0.0, 0.0, 0.0),
     ("nan", "1887", 0.0, 0.0, 0.0),
     ("１８８７", "1887", 0.0, 0.0, 0.0),
-    ("$", "1887", 0.0, 0.0, 0.0),
-    ("-", "1887", 0.0, 0.0, 0.0),
     ("", "1887", 0.0, 0.0, 0.0),
     # Beyond what a float can tell apart.
     ("9007199254740993", "9007199254740992", 0.0, 0.0, 0.1),
@@ -535,8 +488,6 @@ def test_a_row_without_a_gold_number_does_not_apply(gold):
     ("messages", "expected"),
     [
         ([answers("1887")], 0.1),
-        ([answers("no idea")], 0.1),
-        ([says("<answer></answer>")], 0.1),
         ([says("<answer>1887")], 0.0),
         ([says("1887")], 0.0),
         ([says("<tool><answer>1887</answer></tool>")], 0.0),

@@ -34,7 +34,7 @@ def says(answer):
     [
         ("Duke of Normandy", 1.0, 0.5), ("the duke of  normandy!", 1.0, 0.5), ("William I", 1.0, 0.5),
         ("William I of England", 0.0, 0.5 * 2 * 2 / (4 + 2)), ("A Duke", 0.0, 0.5 * 2 * 1 / (1 + 3)),
-        ("Rollo", 0.0, 0.0), ("", 0.0, 0.0), (None, 0.0, 0.0), ("the", 0.0, 0.0),
+        ("Rollo", 0.0, 0.0), (None, 0.0, 0.0), ("the", 0.0, 0.0), ("duke duke", 0.0, 0.5 * 2 * 1 / (2 + 3)),
     ],
 )  # fmt: skip
 def test_answers_are_judged_as_squad_judges_them(answer, exact, f1):
@@ -53,12 +53,6 @@ def test_a_copied_sentence_is_no_close_answer():
     assert squad.f1_reward_func(said, answer=[GOLD] * 6) == pytest.approx(f1s)
     assert squad.close_answer_reward_func(said, answer=[GOLD] * 6) == pytest.approx([0.0, *f1s[1:]])
     assert squad.close_answer_reward_func(said[:1], answer=[[]]) == [None]
-
-
-def test_words_that_stand_twice_count_twice():
-    assert squad.f1(["new", "new", "york"], ["new", "york"]) == pytest.approx(2 * 2 / 5)
-    assert squad.f1(["new", "york"], ["new", "new", "york"]) == pytest.approx(2 * 2 / 5)
-    assert squad.f1(["new", "new"], ["new", "new", "york"]) == pytest.approx(2 * 2 / 5)
 
 
 def test_each_search_is_judged_by_itself():

@@ -1,13 +1,8 @@
 """The report of the study of the real model, from made-up results."""
 
-import contextlib
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +10,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench import real_model as bench  # noqa: E402
-from bench.common import markers  # noqa: E402
 
 CONVERSATION = {
     "messages": [{"role": "user", "content": "Who led?"}, {"role": "assistant", "content": "<answer>Rollo</answer>"}],
@@ -91,41 +85,14 @@ def test_methods_are_compared_in_pairs_of_seeds(results):
     assert "minus" not in bench.section(results)
 
 
-@pytest.fixture
-def study(tmp_path, monkeypatch):
-    """The folder of a study whose runs are finished."""
-    monkeypatch.setattr(bench, "RUNS", tmp_path)
-    monkeypatch.setattr(bench, "prepare", lambda: None)
-    for name in ("results", "picture", "page"):
-        monkeypatch.setattr(
-            bench.FRAME, name, tmp_path / {"results": "r.json", "picture": "p.png", "page": "p.md"}[name]
-        )
-    (tmp_path / "before.json").write_text(json.dumps(BEFORE))
-    for each in RUNS:
-        path = tmp_path / f"{bench.name_of(each['method'], each['seed'], 3)}.json"
-        path.write_text(json.dumps(each))
-    (tmp_path / "p.md").write_text("\n".join(markers("real_model")))
-    return tmp_path
-
-
-def test_finished_runs_are_not_run_again(study):
-    """A file of a run, and of what was before, is taken as it is; the report also has those not asked for."""
-    pytest.importorskip("matplotlib")
-    bench.main(["--seeds", "0", "--steps", "3"])
-    kept = json.loads((study / "r.json").read_text())
-    assert [(each["method"], each["seed"]) for each in kept["runs"]] == [
-        ("outcome", 0), ("outcome", 1), ("outcome", 2), ("mt_grpo", 0), ("mt_grpo", 1), ("mt_grpo", 2)
-    ]  # fmt: skip
-    assert "| exact match | 0.00 | 0.40 ± 0.50" in (study / "p.md").read_text() and (study / "p.png").is_file()
-
-
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
+def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
     """A stopped one goes on from its checkpoint, and has no time of its own."""
+    monkeypatch.setattr(bench, "RUNS", tmp_path)
     name = "mt_grpo,beta=0.04-steps3-seed7"
     if stopped:
-        (study / name / "checkpoint-2").mkdir(parents=True)
-        (study / name / "checkpoint-2/trainer_state.json").write_text("{}")
+        (tmp_path / name / "checkpoint-2").mkdir(parents=True)
+        (tmp_path / name / "checkpoint-2/trainer_state.json").write_text("{}")
     asked = []
 
     class Server:
@@ -151,13 +118,13 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
     result = bench.run("mt_grpo,beta=0.04", 7, 3)
     assert asked[0] == bench.MODEL and asked[2] == "stopped"
     recipe, output, words = asked[1]
-    assert (recipe, output) == (bench.RECIPE, study / name)
+    assert (recipe, output) == (bench.RECIPE, tmp_path / name)
     assert words.startswith("--credit_assignment mt_grpo --beta 0.04 --seed 7 --max_steps 3 --use_vllm true")
     assert "--vllm_server_base_url http://there" in words
     assert words.endswith("--resume_from_checkpoint true") == stopped == result["resumed"]
     assert result["curve"] == [{"step": 1, "num_tokens": 9, "rewards/f1_reward_func/mean": 0.25}]
-    assert result["after"] == {"of": str(study / name)}
-    assert json.loads((study / f"{name}.json").read_text())["method"] == "mt_grpo,beta=0.04"
+    assert result["after"] == {"of": str(tmp_path / name)}
+    assert json.loads((tmp_path / f"{name}.json").read_text())["method"] == "mt_grpo,beta=0.04"
     assert bench.run("mt_grpo,beta=0.04", 7, 3)["seed"] == 7 and len(asked) == 3  # not again
 
 
@@ -224,31 +191,3 @@ def test_the_perplexity_is_of_each_token_behind_the_first(tmp_path, monkeypatch)
     both, first = bench.perplexities(model, [texts, texts[:1]])
     assert both == pytest.approx(expected, rel=1e-4) and first != both
     assert len(bench.elsewhere()) == 20 and all(0 < len(text) <= 1000 for text in bench.elsewhere())
-
-
-@pytest.mark.timeout(120)
-def test_a_study_that_is_killed_leaves_no_run_behind(tmp_path):
-    """The run is told to stop, so that it saves itself: else it holds the folder while the study goes on elsewhere."""
-    script = f"""#!/bin/sh
-trap 'echo told > {tmp_path}/told; exit 0' TERM
-echo $$ > {tmp_path}/number && mv {tmp_path}/number {tmp_path}/begun
-while :; do sleep 0.05; done
-"""
-    (tmp_path / "python").write_text(script)
-    (tmp_path / "python").chmod(0o755)
-    program = (
-        "import sys; sys.path[0] = 'scripts'; from pathlib import Path; from bench.common import train\n"
-        f"sys.executable = {str(tmp_path / 'python')!r}\n"
-        f"train('recipe.yaml', Path({str(tmp_path)!r}))"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as study:
-        while not (tmp_path / "begun").is_file():
-            assert study.poll() is None
-            time.sleep(0.05)
-        study.kill()
-    try:
-        while not (tmp_path / "told").is_file():
-            time.sleep(0.05)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int((tmp_path / "begun").read_text()), signal.SIGKILL)

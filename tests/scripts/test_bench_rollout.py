@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 import time
 from types import SimpleNamespace
 
@@ -70,20 +69,6 @@ def test_both_shapes_run_the_same_conversations(shape, slow, tokenizer):
         assert 0.1 <= first_of_turn_two < slow  # before the slow tools are done
 
 
-def test_every_wait_occurs_as_often_as_it_should(monkeypatch):
-    slept = []
-    monkeypatch.setattr(bench.time, "sleep", slept.append)
-    tool = bench.delayed(adder, bench.WAITS[0.2])
-    threads = [threading.Thread(target=lambda: [tool(1) for _ in range(50)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (slept.count(0.8), slept.count(0.05)) == (40, 160)
-    for mean, waits in bench.WAITS.items():
-        assert sum(waits) / len(waits) == pytest.approx(mean)
-
-
 def test_the_chain_is_what_the_tools_slept():
     def turn(seconds):
         return SimpleNamespace(tool_seconds=seconds)
@@ -94,12 +79,6 @@ def test_the_chain_is_what_the_tools_slept():
     ]
     assert bench.longest_chain(rollouts, bench.WAITS[0.2]) == pytest.approx(0.85)
     assert bench.longest_chain(rollouts, bench.WAITS[0.0]) == 0.0 == bench.longest_chain([], (1.0,))
-
-
-def test_a_replayed_request_samples_exactly_as_many_tokens():
-    body = json.loads(bench.replay_body("m", [1, 2], 7))
-    assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["n"]) == (7, 7, True, 1)
-    assert body["prompt"] == [1, 2] and "stop" not in body
 
 
 def row(shape, seconds, repetition=0, conversations=256, wait=0.2, **further):

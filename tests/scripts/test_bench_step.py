@@ -43,30 +43,21 @@ def test_the_report_quotes_the_results_file(folders, capsys):
     assert "| 2.50 (2.50 to 2.50) |" in capsys.readouterr().out  # shown as well
 
 
-def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
+def test_the_short_form_leaves_the_page_alone(folders, monkeypatch):
+    """One shape leaves the others as they were, and is not added to those of another machine."""
     taken = []
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: taken.append(shape) or row("x", 1.0, 1.0, 1.0))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     before = bench.FRAME.page.read_text()
     bench.main(["--short"])
     assert [(shape["rollouts"], shape["pairs"]) for shape in taken] == [(64, 8), (16, 2), (16, 2), (64, 4)]
-    assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("| x: 64 rollouts | 300 | 1,090, 2,000 | 1.00 s | 1.00 ")
-    )
-    assert (
-        bench.FRAME.page.read_text() == before
-        and not bench.FRAME.results.exists()
-        and bench.FRAME.short_results.is_file()
-    )
+    assert bench.FRAME.page.read_text() == before
+    assert not bench.FRAME.results.exists() and bench.FRAME.short_results.is_file()
     bench.main([])
-    assert (
-        bench.FRAME.page.read_text() != before
-        and bench.FRAME.results.is_file()
-        and len(taken) == 4 + len(bench.SHAPES)
-    )
+    assert bench.FRAME.page.read_text() != before and len(taken) == 4 + len(bench.SHAPES)
     whole = json.loads(bench.FRAME.results.read_text())
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: row("again", 2.0, 2.0, 1.0))
-    bench.main(["--shapes", "prompt"])  # one shape leaves the others as they were
+    bench.main(["--shapes", "prompt"])
     found = json.loads(bench.FRAME.results.read_text())
     assert found["shapes"].pop("prompt")["title"] == "again" and whole["shapes"].pop("prompt")["title"] == "x"
     assert found == whole
@@ -82,11 +73,6 @@ def test_lengths_are_those_that_a_shape_says():
     assert drawn[-1] == 2000 and drawn[0] == 20 and 100 < drawn[10_000] < 300
     normal = [bench.draw_length(rng, {**SMOKE, "tokens": 58, "lengths": "normal"}, k == 0) for k in range(5000)]
     assert normal[0] == 154 and 56 < sum(normal) / 5000 < 61 and min(normal) == 20
-
-
-def test_a_long_prompt_has_the_tokens_that_were_asked_for():
-    found = bench.make_canned({**SMOKE, "prompt": 300})
-    assert {len(conversation["prompt_ids"]) for conversation in found} <= set(range(295, 306))
 
 
 def test_the_order_of_a_pair_leaves_no_trace():
@@ -119,15 +105,6 @@ def test_both_sides_get_the_same_conversations():
 def test_forced_turns_are_equally_long():
     conversations = bench.make_forced({**SMOKE, "tokens": 80})
     assert [[len(turn["token_ids"]) for turn in c["turns"]] for c in conversations] == [[40, 40]] * 8
-
-
-def test_both_sides_sample_the_forced_turns(warm_processes):
-    """TRL's tools and this trainer's: two turns of 40 tokens in each of 8 conversations, or `generate` raises."""
-    shape = {**SMOKE, "tokens": 80, "generates": True}
-    with bench.both_sides(shape, bench.make_forced(shape), 1, bench.KEEP) as sides:
-        steps = {name: side.ask("step") for name, side in sides.items()}
-    assert [steps[name]["sampled"] for name in bench.SIDES] == [640, 640]
-    assert all(step["wall"] > 0 and step["cpu"] > 0 for step in steps.values())
 
 
 def test_a_pair_of_steps(warm_processes, monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,20 +174,6 @@ def test_rows_and_settings_can_be_chosen(monkeypatch):
     assert "answer_given_reward_func (weight 2) " in ex.render_text(shown, 500)
 
 
-def test_turn_rewards_that_are_given_per_turn_are_shown_with_their_turn(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "rewards.py").write_text(
-        "def odd(rollout_turns, **kwargs):\n"
-        "    return [[None if k % 2 else 0.25 + i for k, _ in enumerate(t)] for i, t in enumerate(rollout_turns)]\n"
-        "TURN_REWARD_FUNCS = [odd]\n"
-    )
-    shown = ex.explain(RECIPE, 0, ["--reward_fn", str(tmp_path / "rewards.py"), "--turn_reward_weights", "2"])
-    assert max(len(row["turns"]) for row in shown.rows) > 1
-    for i, row in enumerate(shown.rows):
-        assert row["turn_rewards"] == [None if k % 2 else 0.5 + 2 * i for k in range(len(row["turns"]))]
-    assert "   0    2.50  " in ex.render_text(shown)  # of the second rollout
-
-
 def test_masked_rollouts_are_shown_as_out_of_the_loss(monkeypatch):
     monkeypatch.chdir(ROOT)
     shown = ex.explain(RECIPE, 0, ["--mask_truncated_completions", "true", "--max_completion_length", "3"])
@@ -199,42 +184,20 @@ def test_masked_rollouts_are_shown_as_out_of_the_loss(monkeypatch):
     assert [note for note in shown.notes if "mask_truncated_completions" in note] and len(shown.notes) == 1
 
 
-@pytest.mark.parametrize(
-    "rewards, says",
-    [
-        ("[len(t.token_ids) / 9 for t in r]", [
-            "Nothing that lengths gave moves an advantage with outcome.",
-            "Every advantage is 0, though the rewards differ: what is compared with each other is the same. "
-            "Nothing is learned."]),
-        ("[None for t in r]",
-         ["Every advantage is 0, since the rewards are the same for all rollouts. Nothing is learned."]),
-    ],
-)  # fmt: skip
-def test_a_group_without_signal_says_why(tmp_path, monkeypatch, rewards, says):
+def test_a_group_without_signal_says_why():
     """Turn rewards that differ and move nothing are not called equal."""
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "rewards.py").write_text(
-        "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\n"
-        f"def lengths(rollout_turns, **kwargs):\n    return [{rewards} for r in rollout_turns]\n"
-        "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [constant], [lengths]"
-    )
-    overrides = ["--reward_fn", str(tmp_path / "rewards.py"), "--credit_assignment", "outcome"]
-    assert ex.explain(RECIPE, 0, overrides).notes == says
+    credit = {"credit_assignment": "outcome", "scale_rewards": "group"}
+    one, other = (logged(turn("4", ["4"]), rewards={"right": 0.3}, turn_rewards=[number]) for number in (0.1, 0.2))
+    assert ex.notes([one, other], credit, ["lengths"]) == [
+        "Nothing that lengths gave moves an advantage with outcome.",
+        "Every advantage is 0, though the rewards differ: what is compared with each other is the same. "
+        "Nothing is learned.",
+    ]
+    same = "Every advantage is 0, since the rewards are the same for all rollouts. Nothing is learned."
+    assert ex.notes([one, one], credit, []) == [same]
 
 
 # --- settings and errors ---------------------------------------------------------------------------------------------
-
-
-RECIPES = sorted(path for path in ROOT.glob("hf_recipes/*/*.yaml") if path.parent.name != "accelerate")
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_one_group_is_one_batch_of_any_recipe(recipe, monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # a recipe's `env` must not reach other tests
-    _, args, _ = ex.group_recipe(str(recipe), [], str(tmp_path))
-    sizes = (args.per_device_train_batch_size, args.generation_batch_size, args.steps_per_generation)
-    assert sizes == (args.num_generations, args.num_generations, 1)
-    assert (args.gradient_accumulation_steps, args.report_to, args.output_dir) == (1, [], str(tmp_path))
 
 
 @pytest.mark.parametrize("size", ["generation_batch_size: 32", "steps_per_generation: 2"])
@@ -279,7 +242,9 @@ def test_a_space_that_decoding_drops_comes_back():
 
 
 def test_the_text_of_a_group():
-    assert ex.render_text(group(notes=["Mind this."]), width=60).splitlines() == [
+    lines = ex.render_text(group(notes=["Mind this."]), width=60).splitlines()
+    assert lines[6] in (ROOT / "docs/credit.md").read_text().splitlines()
+    assert lines == [
         "question       What is 2 + 2?",
         "gold answer    4",
         "credit         credit_assignment mt_grpo",
@@ -315,27 +280,6 @@ def test_colour_is_asked_for_and_model_text_cannot_bring_its_own():
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_the_view_of_a_group(open_page, tmp_path):
-    (tmp_path / "page.html").write_text(ex.render_html(group(notes=["Mind this."])), encoding="utf-8")
-    page = open_page((tmp_path / "page.html").as_uri())
-    page.wait_for_selector(".t")
-    text = page.inner_text("body")
-    for part in ("What is 2 + 2?", "credit_assignment mt_grpo", "training row", "Mind this.", "Grey text",
-                 "what every token of 2 rollouts would be trained with", "-2.00", "+2.00"):  # fmt: skip
-        assert part in text
-    spans = page.evaluate(
-        "[...document.querySelectorAll('.t')].map(t => [t.textContent, t.className, t.style.background])"
-    )
-    # A quarter of the way to the other colour.
-    assert spans == [["<tool>", "t", "rgba(0, 110, 230, 0.65)"], ["↵\n", "t", "rgba(0, 110, 230, 0.65)"],
-                     ["<|im_end|>", "t out", ""], ["4", "t", "rgba(0, 110, 230, 0.165)"],
-                     ["4", "t", "rgba(235, 125, 0, 0.165)"], ["5", "t out", ""]]  # fmt: skip
-    assert page.locator("nav").count() == 0 and page.locator("a").count() == 0
-    for key in ("1", "2", "/"):
-        page.keyboard.press(key)
-    assert page.evaluate("location.hash") == "" and page.locator(".t").count() == 6
-
-
 def test_model_text_stays_text(open_page, tmp_path):
     shown = group(question=EVIL, settings=[("gold answer", EVIL), ("credit", f"{EVIL} {EVIL}")], notes=[EVIL],
                   rows=[logged(turn(EVIL, [EVIL, "<script>"], 1.0, [EVIL]))])  # fmt: skip
@@ -344,7 +288,10 @@ def test_model_text_stays_text(open_page, tmp_path):
     assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
     page = open_page((tmp_path / "page.html").as_uri())
     page.wait_for_selector(".t")
+    assert page.locator("nav").count() == 0 and page.locator("a").count() == 0  # there is nothing beside the group
     said = EVIL.replace("\x1b", "␛").replace("\x00", "␀").replace("\u202e", "⟨U+202E⟩").replace("\ud800", "⟨U+D800⟩")
     assert page.inner_text("h1") == said and page.inner_text(".note") == said
     assert page.locator(".t").all_inner_texts() == [said, "<script>", said]
+    painted = page.evaluate("[...document.querySelectorAll('.t')].map(t => [t.className, t.style.background])")
+    assert painted == [*[["t", "rgba(0, 110, 230, 0.65)"]] * 2, ["t out", ""]]
     assert page.locator("main img, main script").count() == 0

@@ -178,32 +178,18 @@ def test_which_rollouts_are_taken():
     assert texts(None, {}, None) == ["b2", "b1"] and texts(None, {"right": -1.0}, None) == ["b2"]
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["--min_reward", "9"], "None of the 32 rollouts is as good as that"),
-        (["--min", "right=1"], "--min right: expected one of .*exact_match_reward_func"),
-        (["--without_examples"], "--without_examples needs --config"),
-        (["--without_examples", "--config", "plain.yaml"], "--without_examples: .* has no prompt_examples"),
-        (["--without_examples", "--config", "other.yaml"], "--without_examples: a prompt is not"),
-        (["--form", "messages", "--config", "game.yaml"], ".*the tools of its environment are not in it"),
-    ],
-)
-def test_what_cannot_be_exported(options, error, run, tmp_path):
-    if options[-1].endswith(".yaml"):
-        recipe = yaml.safe_load(run[1].read_text())
-        recipe |= {
-            "plain.yaml": {"prompt_examples": None}, "other.yaml": {"prompt_examples": str(tmp_path / "others.json")},
-            "game.yaml": {"tools_script": str(tmp_path / "game.py")},
-        }[options[-1]]  # fmt: skip
-        (tmp_path / "others.json").write_text(json.dumps([[EXAMPLE[0], EXAMPLE[-1]]]))
-        (tmp_path / "game.py").write_text("class Game:\n    def reset(self, **row): ...\n\nENVIRONMENT = Game\n")
-        (tmp_path / options[-1]).write_text(yaml.safe_dump({k: v for k, v in recipe.items() if v is not None}))
-        options = [*options[:-1], tmp_path / options[-1]]
+@pytest.mark.parametrize(("key", "file", "options", "error"), [
+    ("prompt_examples", "others.json", ["--without_examples"], "--without_examples: a prompt is not"),
+    ("tools_script", "game.py", ["--form", "messages"], ".*the tools of its environment are not in it"),
+])  # fmt: skip
+def test_what_cannot_be_exported(key, file, options, error, run, tmp_path):
+    """A recipe that is not the run's: the rows would have other prompts or tools."""
+    (tmp_path / "others.json").write_text(json.dumps([[EXAMPLE[0], EXAMPLE[-1]]]))
+    (tmp_path / "game.py").write_text("class Game:\n    def reset(self, **row): ...\n\nENVIRONMENT = Game\n")
+    recipe = yaml.safe_load(run[1].read_text()) | {key: str(tmp_path / file)}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(SystemExit, match=f"error: {error}"):
-        exported(run, tmp_path / "data.jsonl", *options)
-    with pytest.raises(SystemExit, match="error: .* has no rollouts"):
-        export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])
+        exported(run, tmp_path / "data.jsonl", *options, "--config", tmp_path / "recipe.yaml")
 
 
 def test_rollouts_of_several_records_are_said_to_be_left_out(run, tmp_path, capsys):

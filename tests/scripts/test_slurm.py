@@ -198,15 +198,11 @@ def test_a_signal_before_the_step_of_the_training_begins_ends_the_job(tmp_path, 
     assert "there is no step yet" in job.said() and "training on" not in job.said()
 
 
-@pytest.mark.parametrize("environment, message", [
-    ({"RECIPE": "x.yaml", "NODES_TRAIN": "2", "NODES_SERVE": "2"}, "NODES_SERVE=2, and the job has 3 nodes"),
-    ({"RECIPE": ""}, "RECIPE: is the recipe to train"),
-    ({"RECIPE": "x.yaml", "GPUS": "4", "VLLM_TP": "8"}, "slurm: error: VLLM_TP=8 does not divide GPUS=4"),
-])  # fmt: skip
-def test_a_job_of_the_wrong_size_is_refused(tmp_path, stand_in_python, environment, message):
-    with Job(tmp_path, 3, python=stand_in_python, **environment) as job:
+def test_a_job_of_the_wrong_size_is_refused(tmp_path, stand_in_python):
+    nodes = {"RECIPE": "x.yaml", "NODES_TRAIN": "2", "NODES_SERVE": "2"}
+    with Job(tmp_path, 3, python=stand_in_python, **nodes) as job:
         assert job.process.wait(150) != 0
-    assert message in job.said() and not (tmp_path / "out").exists()
+    assert "NODES_SERVE=2, and the job has 3 nodes" in job.said() and not (tmp_path / "out").exists()
 
 
 def test_the_job_has_its_nodes_for_itself():

@@ -64,6 +64,7 @@ def run_to_its_stop(trainer, checkpoint=None):
     return said.rpartition(" ")[2]
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):
     """`admit`, two passes to a batch, two epochs of four batches: each prompt of an epoch is trained in two passes.

@@ -149,7 +149,7 @@ def test_a_row_without_a_prompt_whose_images_reset_places(tokenizer, ids_of):
 @pytest.mark.parametrize(
     "prompt, said, message",
     [
-        (ASKED, [PLACE_PART, PLACE_PART], "the columns image and images have 1 images, and the prompt has 2 places"),
+        (ASKED, [PLACE_PART, PLACE_PART], "columns have 1 images, and the prompt has 2 places"),
         ([user("A: ", PLACE_PART)], [PLACE_PART], "have 1 images, and the prompt has 2 places"),
         (ASKED, [{"role": "system", "content": "Look."}], "1 images, and no message of a user to put them into"),
     ],
@@ -442,7 +442,7 @@ def test_images_of_tools_in_processes_are_those_of_threads(tmp_path, tokenizer, 
     for isolate in (False, True):
         assert said[isolate, False][:-1] == shown and "animated" in said[isolate, False][-1]
         assert said[isolate, True][6:9] == texts and said[isolate, True][4].startswith('[{"type": "image_url"')
-        told = [said[isolate, True][k] for k in (0, 1, 2, 5, 9)]
+        told = [said[isolate, True][k] for k in (0, 1, 2, 3, 5, 9)]
         assert all(text.startswith("Error: the tool returned") for text in told)
 
 

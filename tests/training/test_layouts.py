@@ -67,7 +67,7 @@ CASES = {
     "each prompt is computed once, without padding; a pass is a micro-batch": {"entropy_coef": 0.1},
     "TRL's rows and passes, since share_prompts: false": {"share_prompts": False},
     "TRL's rows and passes, since OwnLoss has a _compute_loss of its own": {"cls": OwnLoss},
-    "each with its prompt, sorted by length, since attn_implementation is set to eager": {
+    "each with its prompt, sorted by length, since its attention is 'eager'": {
         "model_init_kwargs": {"attn_implementation": "eager"}
     },
     "each with its prompt, sorted by length, since lora_dropout has a dropout of 0.05": {
@@ -254,9 +254,6 @@ def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_
     with pytest.raises(RunError, match="does not fit .* max_tokens_per_pass"):
         trainer.train()
     assert 0 < trainer.layout.begun.num_tokens <= 400
-    trainer.args.entropy_coef = 0.1
-    with pytest.raises(RunError, match="Lower per_device_train_batch_size and raise gradient_accumulation_steps"):
-        trainer.train()
 
 
 def test_a_small_pass_reads_no_more_than_it_may(random_model, tmp_path):
@@ -285,12 +282,10 @@ def test_an_evaluation_is_read_in_passes_too(random_model, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and abs(losses[0]) > 1e-8
 
 
-def test_each_dropout_has_its_own_remedy(random_model):
+def test_each_dropout_is_found(random_model):
     model = AutoModelForCausalLM.from_pretrained(random_model)
     assert dropout_of(model) is None
     model.model.layers[1].self_attn.attention_dropout = 0.1
-    assert dropout_of(model) == (
-        "model.layers.1.self_attn", 0.1, "attention_dropout: 0.0 in the model's config.json"
-    )  # fmt: skip
+    assert dropout_of(model) == ("model.layers.1.self_attn", 0.1)
     model.model.layers[0].mlp.drop = torch.nn.Dropout(0.25)
-    assert dropout_of(model) == ("model.layers.0.mlp.drop", 0.25, "disable_dropout: true")
+    assert dropout_of(model) == ("model.layers.0.mlp.drop", 0.25)

@@ -14,7 +14,6 @@ from test_distributed import run as run_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mt_grpo.base.errors import RunError
-from mt_grpo.conversation.environments import PromptTooLong
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, Turn
 from mt_grpo.training.batch import FURTHER_RECORDS, Batch, compare_ranks, trained_records
 from mt_grpo_trainer import MTGRPOConfig
@@ -146,8 +145,8 @@ def test_a_record_without_a_trained_turn_is_none():
 
 def test_what_ranks_agree_on(monkeypatch):
     """Further records of the rank that has most, failures and ends of all; a run ends where nothing can be trained."""
-    error, long = ValueError("no board."), PromptTooLong(9, 1, "max_model_len")
-    other = (0, [True], [True], "KeyError: 'x'", False)
+    error = ValueError("no board.")
+    other = (0, [True], [True], "KeyError: 'x'")
     monkeypatch.setattr("mt_grpo.training.batch.gather_object", lambda own: [*own, other])
 
     def rollout(error=None, contexts=0, **settings):
@@ -161,12 +160,6 @@ def test_what_ranks_agree_on(monkeypatch):
     assert compare_ranks([cut, rollout(contexts=1)], args, 7) == (3, [False, False, True], [True, False, True])
     with pytest.raises(RunError, match="in all 3 rollouts of step 7. The first error: ValueError: no board. Exp"):
         compare_ranks([failed, failed], args, 7)
-    other = (0, [True], [True], "PromptTooLong", True)
-    full = rollout(long, stop_reason=StopReason.ENVIRONMENT_ERROR)
-    with pytest.raises(RunError, match="The prompts of all 2 rollouts of step 7 fill the context."):
-        compare_ranks([full], args, 7)
-    with pytest.raises(RunError, match="failed in all 3 rollouts"):
-        compare_ranks([full, failed], args, 7)
     args.use_adaptive_entropy = True
     assert compare_ranks([rollout()], args, 7)[0] == 0
     with pytest.raises(RunError, match="^use_adaptive_entropy=True compares the tokens of a whole batch"):

@@ -324,10 +324,7 @@ def test_the_main_outcome_is_the_one_that_counts_most_also_against():
     assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
 
 
-def test_what_is_no_reward_and_the_same_reward_twice_are_refused():
-    for reward in (torch.nn.Linear(1, 1), "reward-model", None):
-        with pytest.raises(ValueError, match="A reward must be a function"):
-            check_rewards([], [reward])
+def test_the_same_reward_twice_is_refused():
     with pytest.raises(ValueError, match="OUTCOME_REWARD_FUNCS lists judged twice"):
         check_rewards([judged], [judged, length, judged])
     check_rewards([judged], [judged])  # of two kinds

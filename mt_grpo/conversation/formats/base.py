@@ -52,10 +52,7 @@ def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]
 
 
 def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, others: tuple[str, ...] = ()) -> ToolCall:
-    """Parse the JSON of one call. The policy reads the error texts, which are short and say how to fix the call.
-
-    `key` is that of the arguments, `several` the error for more than one call, and the keys `others` are ignored.
-    """
+    """Parse the JSON of one call, with its arguments under `key`. The policy reads the errors, which are short."""
     call, error = load_json(body, several)
     if error or isinstance(call, list):
         return ToolCall(None, {}, error or several)
@@ -72,8 +69,7 @@ def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, other
 def thinking_length(text: str, before: str, opening: str = "<think>", closing: str = "</think>") -> int | None:
     """The number of characters of a turn's text that are thinking. None if the thinking is still open at its end.
 
-    `before` is the part of the same message that is in the prompt: what the generation prompt writes for the model, or
-    the text that this turn continues.
+    `before` is the part of the same message that is in the prompt, such as what the generation prompt writes.
 
     >>> thinking_length("<think>a</think>b", ""), thinking_length("a</think>b", "<think>\\n")
     (16, 9)
@@ -90,9 +86,7 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
 
 
 def behind_thinking(text: str) -> str:
-    """The text after a turn's thinking, for the thinking tags of any known family of models.
-
-    A generation prompt may have opened `<think>`; other families' tags count only if the text has both.
+    """The text after a turn's thinking in any family's tags, of which only `<think>` may be missing from the text.
 
     >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
     [' b', ' b', 'so <|end|> b']
@@ -126,7 +120,7 @@ class ChatFormat:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict | None = None,
         extra_ends: Iterable[int] = (),
     ):
         self.tokenizer = tokenizer
@@ -164,13 +158,12 @@ class ChatFormat:
     def _warn_of_unread_kwargs(self) -> None:
         """Warn of `chat_template_kwargs` that the chat template never names, which rendering ignores."""
         template = f"{self.tokenizer.chat_template}{self.chat_template_kwargs.get('chat_template')}"
-        known = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        for name in self.chat_template_kwargs:
-            if name not in known and not re.search(rf"\b{re.escape(name)}\b", template):
-                tell_once(
-                    f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
-                    "effect. Check its spelling against the chat template."
-                )
+        known = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, *re.findall(r"\w+", template)}
+        for name in self.chat_template_kwargs.keys() - known:
+            tell_once(
+                f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
+                "effect. Check its spelling against the chat template."
+            )
 
     def setup(self) -> None:
         """Prepare the format before the template is inspected: choose the thinking tags of the model's family."""
@@ -196,13 +189,9 @@ class ChatFormat:
 
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
         """Arguments of `apply_chat_template`, which returns ids, for messages that the model answers next."""
-        return {
-            **self.chat_template_kwargs,
-            "conversation": [self.with_reasoning(m) if m["role"] == "assistant" else m for m in messages],
-            "add_generation_prompt": True,
-            "tokenize": True,
-            "return_dict": False,
-        }
+        conversation = [self.with_reasoning(m) if m["role"] == "assistant" else m for m in messages]
+        fixed = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return {**self.chat_template_kwargs, "conversation": conversation, **fixed}
 
     @functools.cached_property
     def _reads_reasoning(self) -> bool:
@@ -219,10 +208,7 @@ class ChatFormat:
         return False
 
     def with_reasoning(self, message: Message) -> Message:
-        """Move the thinking in the text of an assistant's message to where the chat template reads it.
-
-        A template that takes it from there would write it as loose text otherwise, or without its opening tag.
-        """
+        """Move the thinking in the text of an assistant's message to where the chat template reads it, in its tags."""
         text, (opening, closing) = message.get("content"), self.thinking
         if any(message.get(key) for key in REASONING_KEYS) or not isinstance(text, str):
             return message
@@ -245,25 +231,21 @@ class ChatFormat:
             return json.dumps
         return dict
 
-    def _with_arguments(self, call: Any) -> Any:
-        """Convert a call's arguments to the form of the chat template. In OpenAI's API they are text.
-
-        A template that writes arguments as JSON would otherwise encode such a text twice.
-        """
-        function = call.get("function", call) if isinstance(call, dict) else None
-        arguments = function.get("arguments") if isinstance(function, dict) else None
+    def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Convert a call's arguments, which are text in OpenAI's API, to the form that the chat template takes."""
+        function = call.get("function") or call
+        arguments = function.get("arguments")
         read = load_json(arguments)[0] if isinstance(arguments, str) else arguments
         if not isinstance(read, dict):
             return call
         function = {**function, "arguments": self.arguments(read)}
-        return {**call, "function": function} if "function" in call else function
+        return {**call, "function": function} if call.get("function") else function
 
     def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
         """Break control tokens in messages, also inside arguments, that messages of this origin may not contain."""
-        read = [  # before that, as JSON text can hide a token by an escape
-            {**m, "tool_calls": list(map(self._with_arguments, m["tool_calls"]))} if m.get("tool_calls") else m
-            for m in messages
-        ]
+        # JSON text can hide a token by an escape.
+        calls = [list(map(self._with_arguments, m.get("tool_calls") or [])) for m in messages]
+        read = [{**m, "tool_calls": each} if each else m for m, each in zip(messages, calls)]
         return neutralise_messages(read, self.tokenizer, origin, self.ends)
 
     def clean_text(self, text: str) -> str:
@@ -277,12 +259,7 @@ class ChatFormat:
     def suffix_ids(
         self, calls: list[ToolCall], messages: list[Message], sampled: list[int], most: float = float("inf")
     ) -> list[int]:
-        """Ids from the end of the model's turn, over the messages after it, to the next generation prompt.
-
-        A short conversation is rendered with a stand-in for the assistant's turn, and what follows it is tokenised.
-        Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
-        If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
-        """
+        """Ids from the end of the model's turn to the next generation prompt. `most` is that of `text_ids`."""
         ids = self.text_ids(self.suffix(calls, messages), most)
         # The end of turn is there already if the model sampled one, be it another than the template's.
         closing = self._end_of_turn(ids)
@@ -294,10 +271,7 @@ class ChatFormat:
     def fit(
         self, turn: Turn, further: list[Message], most: float, limit: int
     ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
-        """(results, messages, ids) after a turn in at most `most` tokens, each result truncated to at most `limit`.
-
-        None if they do not fit: further messages are not truncated.
-        """
+        """(results, messages, ids) after a turn in `most` tokens, each result truncated to `limit`; None: no room."""
         if cut_messages(further, most, self.tokenizer) != further:
             return None
         # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
@@ -316,6 +290,7 @@ class ChatFormat:
 
     def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
         """The text from the end of a turn, over the messages after it, to the next generation prompt."""
+        # Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
         rendered = self._render([ASK, {"role": "assistant", "content": self._sentinel}, *messages])
         if self._sentinel not in rendered:
             raise ValueError(f"the assistant's message is not in {rendered!r}")
@@ -334,9 +309,7 @@ class ChatFormat:
         if not all(text in suffix for text in texts):
             raise self.refusal(f"leaves out a result: it writes {suffix!r} after {after}")
         if not whole.endswith(suffix):
-            raise self.refusal(
-                f"writes results differently after different turns: {suffix!r} is not the end of {whole!r}"
-            )
+            raise self.refusal(f"writes results differently after other turns: {suffix!r} is not the end of {whole!r}")
 
     def turn_message(self, calls: list[ToolCall]) -> Message:
         """A turn with these calls, as a message for the chat template."""
@@ -373,8 +346,7 @@ class ChatFormat:
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it.
 
-        This is decided on decoded ids, in the same way for every backend: a server's `stop` truncates only its text.
-        A prefix of a sample is still on-policy.
+        This is decided on decoded ids, for every backend: a server's `stop` truncates only its text.
         """
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
         length, ended = (len(ids), False) if end is None else (end + 1, True)
@@ -389,15 +361,14 @@ class ChatFormat:
             return length, ended
         if not closed(length - 1):  # where a server's `stop` ended it
             return length, True
-        return 1 + bisect.bisect_left(range(1, length + 1), True, key=closed), True
+        return bisect.bisect_left(range(length), True, key=closed), True
 
     def parse(
         self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None, lead: str = ""
     ) -> Parsed:
         """Parse a whole turn: its text, calls and answer. Never raises, whatever the model wrote.
 
-        `tools` distinguish numbers from text in formats that write both in the same way. `lead` is the text that the
-        turn continues, such as `So: <answer>`: a call or an answer that it opens belongs to the turn.
+        `lead` is the text that the turn continues: a call or an answer that it opens belongs to the turn.
         """
         text, tools = self.text(ids), tools or {}
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
@@ -410,17 +381,14 @@ class ChatFormat:
 
     def _opened_in(self, lead: str, text: str) -> str:
         """The end of a lead that opens a call or an answer which the text after it closes; empty if there is none."""
-
-        def places(pattern: str, text: str) -> list[int]:  # where only a turn's end closes a call, it matches nothing
-            return [found.start() for found in re.finditer(pattern, text, re.DOTALL) if found[0] or pattern == begins]
-
-        begins, closes = self.begins, self.closes
-        opened = lead[max(places(begins, lead), default=len(lead)) :]
-        if places(closes, opened) or re.match(r"<tool>\s*[^\s{]", opened):  # as in "I use <tool> tags"
+        # Where only a turn's end closes a call, `closes` matches nothing, and a call may begin without a tag.
+        begun = [found.start() for found in re.finditer(self.begins, lead, re.DOTALL)]
+        opened = lead[begun[-1] :] if begun else ""
+        closed = any(found[0] for found in re.finditer(self.closes, opened, re.DOTALL))
+        if closed or re.match(r"<tool>\s*[^\s{]", opened):  # as in "I use <tool> tags"
             return ""
-        first, closed = places(begins, text)[:1], places(closes, text)[:1]
-        mentioned = opened.startswith("<answer>") and bool(first) and first < (closed or [len(text)])
-        return "" if mentioned else opened
+        first = re.search(f"(?P<begins>{self.begins})|{self.closes}", text, re.DOTALL)
+        return "" if opened.startswith("<answer>") and first and first.lastgroup == "begins" else opened
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         """Parse the calls and the answer in a turn's text after its thinking. Implemented by subclasses."""
@@ -455,12 +423,10 @@ class ChatFormat:
         return [] if end is None or ids[end] not in self.tokenizer.added_tokens_decoder else ids[: end + 1]
 
     def text_ids(self, suffix: str, most: float = float("inf")) -> list[int]:
-        """Token ids of a text that follows other text: some tokenizers begin a text with a blank of their own.
-
-        If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
-        """
+        """Token ids of a text that follows other text, or those of a beginning that surely has more than `most`."""
         suffix = cut_far_beyond(suffix, most, self.tokenizer)
-        before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
+        # Some tokenizers begin a text with a blank of their own, and keep a letter apart from what follows.
+        before = "x"
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(before + suffix, add_special_tokens=False, return_offsets_mapping=True)
             starts = [start for start, _ in encoded["offset_mapping"]]

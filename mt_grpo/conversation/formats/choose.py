@@ -22,8 +22,6 @@ def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
 
     >>> parse_turn('<tool>{"name": "calculator", "args": {"expression": "6*7"}}</tool>')
     (ToolCall(name='calculator', arguments={'expression': '6*7'}, error=None), False)
-    >>> parse_turn("<think>The format is <answer>x</answer>")  # tags inside thinking mean nothing
-    (None, False)
     """
     start = thinking_length(text, "")
     call, answer = (None, None) if start is None else parse_tags(text[start:])
@@ -40,8 +38,7 @@ def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
     """
     end = min((text.find(tag) for tag in CLOSING_TAGS if tag in text), default=len(text))
     body, closing = text[:end], text[end:]
-    # Tags that the model only mentions while it reasons open nothing. It may mention, too, what ends its reasoning: in
-    # an answer or a call, and then nothing opens another one behind it.
+    # Tags that the model mentions while it reasons open nothing. An answer or a call may mention what ends reasoning.
     ends = [found.end() for found in re.finditer("</think>|</reasoning>", body)]
     last = max(body.rfind("<tool>"), body.rfind("<answer>"))
     first = re.search("<think>|<reasoning>|<tool>|<answer>", body)

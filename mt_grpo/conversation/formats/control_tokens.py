@@ -1,14 +1,11 @@
-"""Control tokens: text from outside never becomes structure (docs/tokenization.md).
-
-Whose a text is decides which control tokens it may hold: `forbidden_in` is the table there. Those that it may not hold
-get a space inside.
-"""
+"""Control tokens: text from outside never becomes structure (the table in docs/tokenization.md)."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,9 +17,7 @@ AUTHORS = ("system", "developer", "assistant")  # roles that speak for the opera
 
 
 def is_control(token: str, special: bool, template: str) -> bool:
-    """Whether an added token opens or closes a part of a conversation: a special one, or a tag of the template.
-
-    Other added tokens are text: some tokenizers have runs of blanks, rulers or HTML as tokens.
+    """Whether an added token opens or closes a part of a conversation. Some tokenizers have blanks or HTML as tokens.
 
     >>> [is_control(t, False, "{{ '<call>' }}") for t in ("<|sep|>", "</call>", "<think>", "<table>", "    ")]
     [True, True, True, False, False]
@@ -48,49 +43,37 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
     return tokens | dict.fromkeys(tokenizer.all_special_tokens, True)
 
 
-@functools.lru_cache(maxsize=8)
-def control_pattern(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> re.Pattern:
-    """A pattern that matches all control tokens. `size` and `template` are cache keys: a tokenizer may change."""
-    control = {t for t, special in added_tokens(tokenizer).items() if is_control(t, special, template)}
-    return pattern_of({"</result>", *control, *message_tokens(tokenizer)})
-
-
-@functools.lru_cache(maxsize=8)
-def message_pattern(
-    tokenizer: PreTrainedTokenizerBase, size: int, template: str, ends: frozenset[int] = frozenset()
+@functools.lru_cache(maxsize=16)
+def token_pattern(
+    tokenizer: PreTrainedTokenizerBase, size: int, template: str, ends: frozenset[int] | None = None
 ) -> re.Pattern:
-    """A pattern that matches the tokens that begin or end a message, and the ids `ends`."""
+    """A pattern of the tokens that begin or end a message, and of the ids `ends`; None: of all control tokens.
+
+    `size` and `template` are cache keys: a tokenizer may change.
+    """
+    if ends is None:
+        control = {t for t, special in added_tokens(tokenizer).items() if is_control(t, special, template)}
+        return pattern_of({"</result>", *control, *message_tokens(tokenizer)})
     return pattern_of({*message_tokens(tokenizer), *map(str, tokenizer.convert_ids_to_tokens(sorted(ends)))})
 
 
 def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The tokens that begin or end a message: those that the chat template writes around messages."""
-    known = pattern_of(added_tokens(tokenizer))
-    around = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
-    for text, has_result in around_messages(tokenizer):
-        for token in known.findall(text):
-            tag = re.fullmatch(r"</?(\w+)>", token)
-            # The tags around thinking and around a result stand inside a message, where the template writes them.
-            if tag is None or not (has_result or tag[1] in TURN_TAGS):
-                around.add(token)
-    return around | placeholders_of(tokenizer)  # in a text such a token has no picture
-
-
-def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """The texts that the chat template writes around messages of short conversations, and whether one is a result."""
     texts = [f"text-{k}-of-a-message" for k in range(3)]
     system, user, assistant = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), texts))
     result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": texts[0]}
-    conversations = ([system, user, assistant, user], [user, assistant, user], [user, assistant])
-    templates = tokenizer.chat_template
+    chats = [system, user, assistant, user], [user, assistant, user], [user, assistant], [user, assistant, result]
+    known, templates = pattern_of(added_tokens(tokenizer)), tokenizer.chat_template
+    found = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
     for template in templates.values() if isinstance(templates, dict) else filter(None, [templates]):
-        for messages in (*conversations, [user, assistant, result]):
+        for messages in chats:
             asked = {"chat_template": template, "add_generation_prompt": messages[-1] != assistant, "tokenize": False}
-            try:
-                rendered = tokenizer.apply_chat_template(messages, **asked)
-            except Exception:  # whatever a template raises: not all take all roles
-                continue
-            yield re.sub("|".join(texts), " ", rendered), messages[-1] == result
+            with contextlib.suppress(Exception):  # whatever a template raises: not all take all roles
+                around = re.sub("|".join(texts), " ", tokenizer.apply_chat_template(messages, **asked))
+                # The tags around thinking and around a result stand inside a message.
+                inside = r"</?\w+>" if result in messages else f"</?({'|'.join(TURN_TAGS)})>"
+                found |= {token for token in known.findall(around) if not re.fullmatch(inside, token)}
+    return found | placeholders_of(tokenizer)  # in a text such a token has no picture
 
 
 def forbidden_in(
@@ -99,19 +82,17 @@ def forbidden_in(
     """A pattern of the tokens that a message of this origin and role may not contain. None: it may contain all."""
     key = tokenizer, len(tokenizer), str(tokenizer.chat_template)
     if origin == Origin.OUTSIDE and role not in AUTHORS:
-        return control_pattern(*key)
+        return token_pattern(*key)
     if origin == Origin.AGENT and role in AUTHORS:
         found = placeholders_of(tokenizer)
         return pattern_of(found) if found else None
     # What a message may not contain is more once the tokenizer has an image reader.
-    return message_pattern(*key, frozenset(ends).union(getattr(getattr(tokenizer, "pictures", None), "unsampled", ())))
+    return token_pattern(*key, frozenset(ends).union(getattr(getattr(tokenizer, "pictures", None), "unsampled", ())))
 
 
 def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The tokens that stand for images, videos and sounds; none for a text-only model.
-
-    INVARIANT: no text of a program holds one: the model would look for the pixels of a picture that nobody gave.
-    """
+    """The tokens that stand for images, videos and sounds; none for a text-only model."""
+    # INVARIANT: no text of a program holds one: the model would look for the pixels of a picture that nobody gave.
     reader = getattr(tokenizer, "pictures", None)
     return set() if reader is None else set(tokenizer.convert_ids_to_tokens(reader.unsampled))
 
@@ -119,15 +100,15 @@ def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> str:
     """Insert a space into every control token of a text, so that it cannot open or close a turn or end its result.
 
-    INVARIANT: the tokenizer finds no control token in the returned text. A text without control tokens is unchanged.
-    `forbidden` matches the tokens that are broken, as `forbidden_in` gives them; None: all control tokens.
+    INVARIANT: the tokenizer finds no control token in the returned text. `forbidden` matches the tokens that are
+    broken, as `forbidden_in` gives them; None: all control tokens.
     """
 
     def broken(match: re.Match) -> str:
         token = match[0].lstrip()
         return f"{token[0]} {token[1:]}" if len(token) > 1 else " "
 
-    pattern = forbidden or control_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+    pattern = forbidden or forbidden_in(Origin.OUTSIDE, "tool", tokenizer)
     text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer accepts lone surrogates
     while pattern.search(text) is not None:  # repeated: two tokens may overlap
         text = pattern.sub(broken, text)
@@ -137,21 +118,20 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
 def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
     """Break the control tokens in all texts of a JSON value, including keys (see `neutralise`)."""
 
-    def read(value: Any) -> Any:
-        if isinstance(value, str):
-            return neutralise(value, tokenizer, forbidden)
-        if isinstance(value, dict):
-            return {read(k): read(v) for k, v in value.items()}
-        return [read(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    return read(value)
+    if isinstance(value, str):
+        return neutralise(value, tokenizer, forbidden)
+    if isinstance(value, dict):
+        read = [(neutralise_json(each, tokenizer, forbidden) for each in pair) for pair in value.items()]
+        return dict(read)
+    return (
+        [neutralise_json(each, tokenizer, forbidden) for each in value] if isinstance(value, (list, tuple)) else value
+    )
 
 
 def clean_schema(schema: dict[str, Any], tokenizer: PreTrainedTokenizerBase, origin: Origin) -> dict[str, Any]:
     """Break the control tokens in a tool's JSON schema. Raises `ValueError` for one in a name (`check_names`)."""
     forbidden, function = forbidden_in(origin, "tool", tokenizer), schema["function"]
-    properties = (function.get("parameters") or {}).get("properties") or {}
-    check_names([function["name"], *properties], forbidden)
+    check_names([function["name"], *((function.get("parameters") or {}).get("properties") or {})], forbidden)
     return neutralise_json(schema, tokenizer, forbidden)
 
 
@@ -169,10 +149,7 @@ def check_names(names: Iterable[str], forbidden: re.Pattern) -> None:
 def neutralise_messages(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: Origin, ends: frozenset = frozenset()
 ) -> list[dict[str, Any]]:
-    """Break the tokens in all texts of messages that their origin and their roles may not contain.
-
-    Content may be text or parts; roles, names and calls are texts as well. `ends` are further ids that end a turn.
-    """
+    """Break the tokens in all texts of messages, names and calls too, that their origin and roles may not contain."""
     patterns = [forbidden_in(origin, message["role"], tokenizer, ends) for message in messages]
     return [m if p is None else neutralise_json(m, tokenizer, p) for m, p in zip(messages, patterns)]
 
@@ -184,9 +161,6 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
     """Truncate a text to at most `limit` tokens, with a visible marker at the end. None if nothing fits."""
     if limit <= 0:
         return None
-    # A character has at most one token, and a blank three where it is written in bytes.
-    if text.isascii() and 4 * len(text) + 8 <= limit:
-        return text
     shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
     ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
     if len(ids) <= limit and shortened == text:
@@ -200,10 +174,7 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Shorten a text that certainly has more than `limit` tokens to a beginning that still has more than that.
-
-    Such a text is not used, and tokenising a megabyte takes more than a second. A text that may fit is unchanged.
-    """
+    """Shorten a text of certainly more than `limit` tokens to a beginning that has more: megabytes take long."""
     size = len(text) if limit == float("inf") else 5 * max(int(limit), 0) + 1024
     while size < len(text):
         if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > max(int(limit), 0) + 8:  # 8 may change

@@ -6,7 +6,6 @@ Hermes is the syntax of many models: `<tool_call>{"name": ..., "arguments": {...
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import json
 import re
@@ -26,7 +25,7 @@ from mt_grpo.conversation.formats.base import (
 )
 from mt_grpo.conversation.formats.control_tokens import clean_schema
 from mt_grpo.conversation.tools.signature import parts_of_schema, tool_schema
-from mt_grpo.rollout import Message, Origin, ToolCall, ToolResult, join
+from mt_grpo.rollout import Message, Origin, ToolCall, ToolResult
 
 # From (the text between the tags of a call, the tool's name if the opening tag has it, the tools) to the calls in it.
 Reader = Callable[[str, str | None, dict[str, Callable]], list[ToolCall]]
@@ -46,10 +45,7 @@ class CallSyntax:
     headers: tuple[str, ...] = ()  # as in `ChatFormat`
 
     def split(self, text: str, tools: dict[str, Callable], broken: bool = True) -> tuple[list[ToolCall], str]:
-        """Parse the calls of a text. Returns (calls, remaining text). A broken call does not affect the others.
-
-        If not `broken`, broken calls are left out, and their text remains.
-        """
+        """Parse the calls of a text. Returns (calls, remaining text), which has broken calls if not `broken`."""
         calls, beside, start, tried = [], [], 0, None
         opening, closing = re.compile(self.opening, re.DOTALL), re.compile(self.closing, re.DOTALL)
         closed = closing.search(text)
@@ -81,11 +77,11 @@ class CallSyntax:
         return text[opened.start() : closed.end()].strip()
 
 
-SEVERAL_IN_TAGS = "several calls in one <tool_call>; write one <tool_call> for each"
+IN_TAGS = "arguments", "several calls in one <tool_call>; write one <tool_call> for each"
 TOOL_CALL = "<tool_call>", "</tool_call>"
-HERMES = CallSyntax(
-    "hermes (Qwen 2.5, Qwen 3)", *TOOL_CALL, lambda body, name, tools: [parse_call(body, "arguments", SEVERAL_IN_TAGS)]
-)
+HERMES = CallSyntax("hermes (Qwen 2.5, Qwen 3)", *TOOL_CALL, lambda body, *_: [parse_call(body, *IN_TAGS)])
+NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
+GET_TOTAL = {"type": "function", "function": {"name": "get_total", "description": "A.", "parameters": NO_PARAMETERS}}
 
 
 class HermesFormat(ChatFormat):
@@ -103,7 +99,7 @@ class HermesFormat(ChatFormat):
         self.thinking, self.headers = self.syntax.thinking, self.syntax.headers
         self.begins, self.closes = f"{self.syntax.opening}|<answer>", f"{self.syntax.closing}|</answer>"
         try:
-            self.describes_tools = "get_total" in self._render([ASK], tools=[tool_schema("get_total", get_total)])
+            self.describes_tools = "get_total" in self._render([ASK], tools=[GET_TOTAL])
         except Exception as error:
             raise self.refusal(f"cannot render tools: {error}") from error
         turn, results = {"role": "assistant", "content": self.call_format}, [ToolResult("result-1")]
@@ -148,37 +144,28 @@ class HermesFormat(ChatFormat):
                 f"The chat template of {self.tokenizer.name_or_path or 'this tokenizer'} leaves tools out of the "
                 f"prompt, and the messages do not name {missing[0]!r}. Write {{tool_descriptions}} in system_prompt."
             )
-        schemas = [
-            clean_schema(tool_schema(name, tool), self.tokenizer, getattr(tool, "origin", Origin.OUTSIDE))
-            for name, tool in tools.items()
-        ]
+        origins = [getattr(tool, "origin", Origin.OUTSIDE) for tool in tools.values()]
+        shown = [tool_schema(name, tool) for name, tool in tools.items()]
+        schemas = [clean_schema(schema, self.tokenizer, origin) for schema, origin in zip(shown, origins)]
         messages = messages if self.keeps_results else self.with_calls(messages, tools)
         return {**super().prompt(messages, tools), **({"tools": schemas} if schemas else {})}
 
     def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:
-        """Move calls from texts into `tool_calls`, for a template that leaves out results after calls in a text.
-
-        Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
-        """
-        written = []
+        """Move calls from texts of an edited history into `tool_calls`, one for each result, so that none is lost."""
+        written = list(messages)
         for k, message in enumerate(messages):
-            if (
-                message["role"] == "assistant"
-                and "tool_calls" not in message
-                and isinstance(message.get("content"), str)
-            ):
-                count = len([*itertools.takewhile(lambda m: m["role"] == "tool", messages[k + 1 :])])
-                message = self.with_reasoning(message)
-                text = message["content"]
-                start = thinking_length(text, "", *self.thinking)
-                thought, text = (text, "") if start is None else (text[:start], text[start:])
-                if count:
-                    calls, beside = self.syntax.split(text, tools)
-                    turn = self.turn_message((calls + [ToolCall(None, {})] * count)[:count])
-                    message = {**message, **turn, "content": (thought + self.content(beside)).strip()}
-                else:
-                    message = {**message, "content": thought + (self.content(text) or text)}
-            written.append(message)
+            text = message.get("content")
+            if message["role"] != "assistant" or "tool_calls" in message or not isinstance(text, str):
+                continue
+            message = self.with_reasoning(message)
+            start = thinking_length(message["content"], "", *self.thinking)
+            thought, text = message["content"][:start], "" if start is None else message["content"][start:]
+            if count := len([*itertools.takewhile(lambda m: m["role"] == "tool", messages[k + 1 :])]):
+                calls, beside = self.syntax.split(text, tools)
+                turn = self.turn_message((calls + [ToolCall(None, {})] * count)[:count])
+                written[k] = {**message, **turn, "content": (thought + self.content(beside)).strip()}
+            else:
+                written[k] = {**message, "content": thought + (self.content(text) or text)}
         return written
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
@@ -235,15 +222,6 @@ class HermesFormat(ChatFormat):
         return written[1].strip() if written else text.strip() or None
 
 
-def get_total(first: int, second: str) -> str:
-    """Get a total.
-
-    Args:
-        first: A number.
-        second: A text.
-    """
-
-
 def call_id(index: int) -> str:
     """An id for a call within its turn: nine letters and digits, which all templates accept."""
     return f"call{index:05d}"
@@ -257,10 +235,9 @@ def plain_name(call: ToolCall) -> str:
 # The format native: the syntaxes of calls that chat templates write themselves, one per family of models.
 
 UNREADABLE_CALL = "the call cannot be read"
-JSON_TYPES = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
-    "array": (list,), "object": (dict,),
-}  # fmt: skip
+# What JSON schemas call the type of a value. Whether a number must be whole is checked with the call.
+KINDS = {str: {"string"}, bool: {"boolean"}, type(None): {"null"}, list: {"array"}, dict: {"object"}}
+KINDS |= dict.fromkeys((int, float), {"integer", "number"})
 
 
 def accepts(schema: Any, value: Any) -> bool:
@@ -268,37 +245,28 @@ def accepts(schema: Any, value: Any) -> bool:
     if not isinstance(schema, dict):
         return schema is not False
     choices = [schema["const"]] if "const" in schema else schema.get("enum", [value])
-    if not any(each == value and type(each) is type(value) for each in choices):
-        return False
-    if value is None and schema.get("nullable"):
-        return True
-    options, kinds = schema.get("anyOf") or schema.get("oneOf"), schema.get("type") or list(JSON_TYPES)
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    whole = "integer" in kinds and isinstance(value, float) and value.is_integer()
-    fits = whole or any(type(value) in JSON_TYPES.get(kind, ()) for kind in kinds)
-    return fits and (not options or any(accepts(option, value) for option in options))
+    chosen, kinds = any(each == value and type(each) is type(value) for each in choices), schema.get("type")
+    options = schema.get("anyOf") or schema.get("oneOf") or [True]
+    fits = not kinds or KINDS[type(value)].intersection([kinds] if isinstance(kinds, str) else kinds)
+    fits = fits and any(accepts(option, value) for option in options)
+    return chosen and bool(fits or (value is None and schema.get("nullable")))
 
 
 def takes_text(schema: dict[str, Any]) -> bool:
-    """Whether a JSON schema allows text. Values of a schema without a type are parsed as JSON first."""
-    kinds, options = schema.get("type") or [], [*schema.get("anyOf", []), *schema.get("oneOf", [])]
-    choices = [schema.get("const"), *schema.get("enum", [])]
-    return (
-        "string" in ([kinds] if isinstance(kinds, str) else kinds)
-        or any(isinstance(each, str) for each in choices)
-        or any(takes_text(each) for each in options if isinstance(each, dict))
+    """Whether a JSON schema names text. Values of a schema without a type are parsed as JSON first."""
+    choices, options = (
+        [schema.get("const"), *schema.get("enum", [])],
+        [*schema.get("anyOf", []), *schema.get("oneOf", [])],
     )
+    direct = "string" in (schema.get("type") or []) or any(isinstance(each, str) for each in choices)
+    return direct or any(takes_text(each) for each in options if isinstance(each, dict))
 
 
 def typed(text: str, schema: dict[str, Any]) -> Any:
-    """Parse a value that the syntax writes without quotes, for a parameter with this schema.
-
-    It is the first of these that the schema allows: null, a list or object in JSON, text, any other JSON.
+    """Parse a value that is written without quotes: null, a list or object, text, or other JSON, as the schema allows.
 
     >>> typed("75001", {"type": "string"}), typed("75001", {"type": "integer"}), typed("True", {}), typed("a b", {})
     ('75001', 75001, True, 'a b')
-    >>> typed("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}), typed("null", {"type": "string"})
-    (None, 'null')
     """
     try:
         value = json.loads(text)
@@ -360,139 +328,83 @@ def read_gemma(body: str, name: str | None, tools: dict[str, Callable]) -> list[
     return [named(found[1], "".join(parts))]
 
 
-class JsonNames(ast.NodeTransformer):
-    """Replace the words of JSON by True, False and None of Python."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        words = {"true": True, "false": False, "null": None}
-        return ast.Constant(words[node.id]) if node.id in words else node
-
-
-def read_python(body: str, name: str | None, tools: dict[str, Callable], raw: bool = False) -> list[ToolCall]:
-    """`[tool(key='value'), ...]`, as LFM2 writes several calls. `raw`: where the template escapes no backslash."""
-    if (whole := python_calls(body.strip(), raw)) is not None:
-        return whole
-    read = [python_calls(part, raw) for part in python_parts(body.strip(), raw) or [body]]
-    unreadable = [ToolCall(None, {}, UNREADABLE_CALL)]  # one error for parts in a row that cannot be read
-    groups = itertools.groupby(read, lambda calls: calls is not None)
-    return join(join(group) if good else unreadable for good, group in groups)
-
-
-def python_parts(text: str, raw: bool) -> list[str]:
-    r"""The parts of a list between the commas that stand in no string and no bracket of its own.
-
-    Behind a string or a bracket that is not closed all is one part. All of the text is one where it is unclear what is
-    a string: a text that the model only quotes must not run.
-
-    >>> python_parts("note(text='f(x), g(y)'), bad(1]), plan(get(1), add(a=2)),", False)
-    ["note(text='f(x), g(y)')", 'bad(1])', 'plan(get(1), add(a=2))']
-    >>> python_parts(r"w(p='C:\'), x(q='y')", True)  # does the backslash escape the quote?
-    ["w(p='C:\\'), x(q='y')"]
-    """
-    inner, readings, brackets = text.removeprefix("[").removesuffix("]"), [], {"(": ")", "[": "]", "{": "}"}
-    escaping, plain = r"""'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?""", r"""'[^']*'?|"[^"]*"?"""
-    for strings in (escaping, plain) if raw else (escaping,):
-        cuts, waits = [-1], []
-        for found in re.finditer(rf"{strings}|[\[\](){{}},]", inner, re.DOTALL):
-            if found[0] in brackets:
-                waits.append(brackets[found[0]])
-            elif waits and found[0] == waits[-1]:
-                waits.pop()
-            elif found[0] == "," and not waits:
-                cuts.append(found.start())
-        parts = [inner[start + 1 : end].strip() for start, end in itertools.pairwise([*cuts, len(inner)])]
-        readings.append([part for part in parts if part])
-    return readings[0] if readings[0] == readings[-1] else [text]
-
-
-def python_value(node: ast.expr, source: str, doubled: bool) -> Any:
-    """The value of an argument. In a list or a dict the templates escape what they write, so `doubled` is undone."""
-    if doubled and not isinstance(node, ast.Constant):
-        node = ast.parse(ast.get_source_segment(source, node).replace("\\\\", "\\"), mode="eval").body
-    return ast.literal_eval(JsonNames().visit(node))
+# INVARIANT: no pattern looks far from each of many places, or one turn of repetitions stops all conversations.
+PYTHON = r"""'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?|(?<![\w.:/-])[\w.:/-]+(?=\()|\b(?:true|false|null)\b"""
+RAW_TEXT = r"""=\s*'[^']*'?|=\s*"[^"]*"?"""
+JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
 def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
-    r"""The calls of a Python expression, of which nothing is run; None if it is anything else.
+    r"""The calls in `[tool(key='value'), ...]`, which is parsed and never run; None if the text is anything else.
 
-    A single call may be that of a tool whose name Python does not take.
+    `raw`: an argument that is text has no escapes.
 
-    >>> [python_calls(r"look(path='C:\new')", raw)[0].arguments["path"] for raw in (True, False)]
+    >>> [python_calls(r"[look(path='C:\new')]", raw)[0].arguments["path"] for raw in (True, False)]
     ['C:\\new', 'C:\new']
-    >>> python_calls(r"fs.look(path='C:\new', of='a\'b')", True)  # the escape of one costs the other nothing
-    [ToolCall(name='fs.look', arguments={'path': 'C:\\new', 'of': "a'b"}, error=None)]
     """
-    header = re.match(r"([\w.:/-]+)\(", text)
-    name = header[1] if header and not header[1].isidentifier() else None
-    text = text if name is None else f"call{text[len(name) :]}"
-    kept = re.sub(r"\\(?!['\"])", r"\\\\", text)  # those that escape no quote
-    texts = [text.replace("\\", "\\\\"), kept, text] if raw else [text]
-    # No template escapes the ends of lines.
-    for escaped, source in [(each != text, s) for each in texts for s in (each, each.replace("\n", "\\n"))]:
-        try:
-            tree = ast.parse(source, mode="eval").body
-            nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-            calls = [
-                ToolCall(
-                    n.func.id and (name or n.func.id),
-                    {k.arg: python_value(k.value, source, escaped) for k in n.keywords},
-                )
-                for n in nodes
-                if not n.args
-            ]
-            json.dumps([call.arguments for call in calls])  # sets, bytes, ...: no call in JSON could hold them
-            if calls and len(calls) == len(nodes) and all(key for call in calls for key in call.arguments):
-                return calls
-        except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
-            continue
-    return None
+    names = []
+
+    def to_python(found: re.Match) -> str:
+        part = found[0]
+        if part[0] in "='\"":
+            return part.replace("\\", "\\\\").replace("\n", "\\n") if part[0] == "=" else part
+        if part in JSON_WORDS:
+            return JSON_WORDS[part]
+        names.append(part)  # Python does not take all names of tools
+        return f"_{len(names) - 1}"
+
+    try:
+        source = re.sub(f"{RAW_TEXT}|{PYTHON}" if raw else PYTHON, to_python, text, flags=re.DOTALL)
+        tree = ast.parse(source, mode="eval").body
+        calls = []
+        for node in tree.elts if isinstance(tree, ast.List) else [tree]:
+            arguments = {each.arg: ast.literal_eval(each.value) for each in node.keywords}
+            json.dumps(arguments)  # sets, bytes, ...: no call in JSON could hold them
+            if node.args or None in arguments:
+                return None
+            calls.append(ToolCall(names[int(node.func.id[1:])], arguments))
+        return calls or None
+    except (SyntaxError, ValueError, TypeError, AttributeError, IndexError, RecursionError, MemoryError):
+        return None
 
 
-# INVARIANT: no pattern looks far from each of many places, or one turn of repetitions stops all conversations.
+def read_python(raw: bool) -> Reader:
+    """A reader of calls in Python, as LFM2 writes them. `raw`: where the template escapes nothing in a text."""
+    unreadable = ToolCall(None, {}, UNREADABLE_CALL)
+    return lambda body, name, tools: python_calls(body.strip(), raw) or [unreadable]
+
+
 FUNCTION = r"<function=([^\n>]+)>((?:(?!</function>).)*)(?:</function>)?"
 PARAMETER = r"<parameter=([^>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
 ARGUMENT = r"<arg_key>((?:(?!<arg_).)*?)</arg_key>\s*<arg_value>((?:(?!<arg_).)*?)</arg_value>"
-LFM2 = r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"
+DEEPSEEK = r"(?:<｜tool▁calls▁begin｜>|\n)?<｜tool▁call▁begin｜>", r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?"
+# Keys in any order, and with the type that Llama's template shows of a tool.
+LLAMA = (
+    r'(?:<\|python_tag\|>)?(?=\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+    r'"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)'
+    r'|(?:\A\s*|<\|python_tag\|>)(?=\{\s*"(?:parameters|arguments)"\s*:\s*\{.{0,2000}?"name"\s*:\s*")',
+    r"(?=<\|(?:eot|eom)_id\|>)|\Z",
+    lambda body, *_: [parse_call(body.strip().removesuffix(";"), "parameters", others=("type",))],
+    r'"\}\}',
+)
+GPT_OSS = (
+    r"to=functions\.(?P<name>[^\s<]{0,100})(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
+    r"(?=<\|(?:call|end)\|>)|\Z",
+    lambda body, name, _: [named(name, body)],
+    r'"\}',
+    r"<\|channel\|>final(?:(?!<\|message\|>).){0,100}<\|message\|>((?:(?!<\|end\|>).)*)",
+)
+GEMMA = {"thinking": THINKING_TAGS["Gemma 4"], "headers": ("<tool_response|>",)}
 SYNTAXES = (
     HERMES,  # Qwen 2.5, Qwen 3
     CallSyntax("Qwen 3.5 and Nemotron 3", *TOOL_CALL, read_tags(FUNCTION, PARAMETER)),
     CallSyntax("GLM 4", *TOOL_CALL, read_tags(r"([^\s<{]+)(.*)", ARGUMENT)),
-    CallSyntax(
-        "Gemma 4",
-        r"<\|tool_call>",
-        r"<tool_call\|>",
-        read_gemma,
-        thinking=THINKING_TAGS["Gemma 4"],
-        headers=("<tool_response|>",),
-    ),
-    CallSyntax("LFM2", *LFM2, read_python),
-    CallSyntax("LFM2.5", *LFM2, functools.partial(read_python, raw=True)),
-    CallSyntax(
-        "DeepSeek V3",
-        r"(?:<｜tool▁calls▁begin｜>|\n)?<｜tool▁call▁begin｜>",
-        r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
-        read_fenced,
-        headers=("<｜tool▁outputs▁end｜>",),
-    ),
-    CallSyntax(
-        "gpt-oss",
-        r"to=functions\.(?P<name>[^\s<]{0,100})(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
-        r"(?=<\|(?:call|end)\|>)|\Z",
-        lambda body, name, tools: [named(name, body)],
-        tail=r'"\}',
-        answer=r"<\|channel\|>final(?:(?!<\|message\|>).){0,100}<\|message\|>((?:(?!<\|end\|>).)*)",
-        thinking=THINKING_TAGS["gpt-oss"],
-    ),
-    CallSyntax(
-        "Llama 3.1",
-        # Its keys in any order, and with the type that the template shows of a tool.
-        r'(?:<\|python_tag\|>)?(?=\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
-        r'"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)'
-        r'|(?:\A\s*|<\|python_tag\|>)(?=\{\s*"(?:parameters|arguments)"\s*:\s*\{.{0,2000}?"name"\s*:\s*")',
-        r"(?=<\|(?:eot|eom)_id\|>)|\Z",
-        lambda body, name, tools: [parse_call(body.strip().removesuffix(";"), "parameters", others=("type",))],
-        tail=r'"\}\}',
-    ),
+    CallSyntax("Gemma 4", r"<\|tool_call>", r"<tool_call\|>", read_gemma, **GEMMA),
+    CallSyntax("LFM2", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", read_python(raw=False)),
+    CallSyntax("LFM2.5", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", read_python(raw=True)),
+    CallSyntax("DeepSeek V3", *DEEPSEEK, read_fenced, headers=("<｜tool▁outputs▁end｜>",)),
+    CallSyntax("gpt-oss", *GPT_OSS, thinking=THINKING_TAGS["gpt-oss"]),
+    CallSyntax("Llama 3.1", *LLAMA),
 )
 
 

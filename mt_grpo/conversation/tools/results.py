@@ -1,44 +1,42 @@
-"""Converts a tool's result or error to the text that the model reads."""
+"""Converts a tool's result to the text that the model reads. A tool's process imports this module, too."""
 
 from __future__ import annotations
 
 import base64
-import collections.abc
 import dataclasses
 import enum
 import functools
 import io
 import json
 import re
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Set, ValuesView
 from typing import Any
 
-from mt_grpo.images.pictures import read_result
 from mt_grpo.rollout import ToolResult
+
+SENT_BYTES, SENT_IMAGE = "\0bytes", "\0image"  # keys of values from a tool's process that JSON lacks
 
 
 def json_form(value: Any) -> Any:
     """Convert a value one step towards JSON. Raises `TypeError` for an object without data."""
-    used_up = isinstance(value, (collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable))
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
     if isinstance(value, enum.Enum):
         return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    for method, options in (("model_dump", {"mode": "json"}), ("tolist", {}), ("isoformat", {})):
-        if hasattr(value, method) and not isinstance(value, type):  # pydantic; numpy, torch; date, time
-            return getattr(value, method)(**options)
-    if isinstance(value, collections.abc.Mapping):
-        return dict(value)
-    if isinstance(value, collections.abc.Set):  # in an order that does not depend on hashes
+    if isinstance(value, Set):  # in an order that does not depend on hashes
         dump = functools.partial(json.dumps, default=json_form, sort_keys=True)
         return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
-    if isinstance(value, (collections.deque, collections.abc.ValuesView)):
-        return list(value)
-    if (
-        not used_up and not callable(value) and not re.search(r" at 0x[0-9a-fA-F]+", text := str(value))
-    ):  # Decimal, Path, UUID
-        return text
+    if isinstance(value, (Mapping, deque, ValuesView)):
+        return dict(value) if isinstance(value, Mapping) else list(value)
+    if not isinstance(value, (type, Iterator, AsyncIterator, Awaitable)):
+        if dataclasses.is_dataclass(value):
+            return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        for method, options in (("model_dump", {"mode": "json"}), ("tolist", {}), ("isoformat", {})):
+            if hasattr(value, method):  # pydantic; numpy, torch; date, time
+                return getattr(value, method)(**options)
+        if not callable(value) and not re.search(r" at 0x[0-9a-fA-F]+", text := str(value)):  # Decimal, Path, UUID
+            return text
     raise TypeError(f"the tool returned {type(value).__name__}, which is no data: expected text, bytes or JSON data")
 
 
@@ -49,32 +47,28 @@ def as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
 
 
-def with_data(part: Any) -> Any:
-    """Convert a PIL image, or a part with one or with bytes, to a part with a data URI. Other values are unchanged."""
-    image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
-    if image is not part and isinstance(image, dict) and image.get("bytes") is not None:  # as datasets has it
-        image = image["bytes"]
-    if hasattr(image, "getbands"):
-        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-            raise ValueError(f"the tool returned an animated image ({image.n_frames} pictures). Give one of them")
+def as_sent(value: Any) -> Any:
+    """Convert a value one step towards what a tool's process sends; `as_received` restores bytes and images."""
+    if hasattr(value, "getbands"):
+        if getattr(value, "n_frames", 1) > 1 and value.format != "MPO":
+            raise ValueError(f"the tool returned an animated image ({value.n_frames} frames). Give one of them")
         from PIL import ImageOps
 
         file = io.BytesIO()
-        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
-        image = file.getvalue()
-    elif image is part or not isinstance(image, (bytes, bytearray)):
-        return part
-    return {"type": "image", "image": f"data:;base64,{base64.b64encode(image).decode()}"}
+        ImageOps.exif_transpose(value).convert("RGB").save(file, "PNG", compress_level=1)
+        return {SENT_IMAGE: base64.b64encode(file.getvalue()).decode()}
+    if isinstance(value, (bytes, bytearray)):
+        return {SENT_BYTES: base64.b64encode(value).decode()}
+    return json_form(value)
 
 
-def as_sent(result: Any) -> dict[str, Any]:
-    """A tool's result as JSON: `text`, or `parts` with an image. `drawn`: a text-only model cannot read them."""
-    values = result if isinstance(result, list) else [result]
-    parts = [with_data(each) for each in values]
-    if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
-        return {"text": as_text(result)}
-    sent = json.loads(as_text(parts if isinstance(result, list) else parts[0]))
-    return {"parts": sent, "drawn": any(part is not each for part, each in zip(parts, values))}
+def as_received(part: dict[str, Any]) -> Any:
+    """Restore bytes and images in what a tool's process sent. An image's pixels are decoded later, off the loop."""
+    if SENT_IMAGE in part:
+        from PIL import Image
+
+        return Image.open(io.BytesIO(base64.b64decode(part[SENT_IMAGE])))
+    return base64.b64decode(part[SENT_BYTES]) if SENT_BYTES in part else part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +82,6 @@ class ResultInParts:
     text: str | None = None
 
 
-def as_received(answer: dict[str, Any]) -> ToolResult:
-    """Restore the result that `as_sent` was given, for `as_result`."""
-    parts = ResultInParts(answer["parts"]) if answer.get("drawn") else answer.get("parts")
-    return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"], error=answer["kind"])
-
-
 def as_result(result: Any, reader: Any = None) -> ToolResult:
     """Convert a tool's return value to a `ToolResult`. If it is one already, its reward and error are kept.
 
@@ -104,16 +92,20 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
             raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
         return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=result.error)
     if isinstance(result, ResultInParts):
+        if reader is None and result.text is None:
+            raise ValueError("the tool returned an image, and this run's model reads text alone")
         try:
-            if reader is not None:
-                return as_result(result.parts, reader)
-            if result.text is None:
-                raise ValueError("the tool returned an image, and this run's model reads text alone")
-            return ToolResult(result.text)
+            return as_result(result.text if reader is None else result.parts, reader)
         except ValueError as error:
             if result.text is None:
                 raise
             return ToolResult(f"{result.text}\n{error}")
-    if reader is not None and (read := read_result(result, reader)) is not None:
-        return ToolResult(read[0], pictures=tuple(read[1]))
+    if reader is not None:
+        from mt_grpo.images.pictures import read_result
+
+        if (read := read_result(result, reader)) is not None:
+            return ToolResult(read[0], pictures=tuple(read[1]))
+    for part in result if isinstance(result, list) else [result]:
+        if isinstance(part, dict) and part.get("type") == "image" and isinstance(part.get("image"), bytes):
+            raise ValueError("the tool returned an image, and this run's model reads text alone")  # and no bytes of it
     return ToolResult(as_text(result))

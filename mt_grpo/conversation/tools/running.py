@@ -1,4 +1,7 @@
-"""Runs tools within their time limit: on the event loop, in a daemon thread each, or in processes of their own."""
+"""Runs tools within their time limit: on the event loop, in a daemon thread each, or in processes of their own.
+
+A tool's process imports this module, so it starts fast: what is slow to import is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,8 @@ from contextlib import suppress
 from typing import Any
 
 from mt_grpo.base.errors import error_line, tell_once
-from mt_grpo.conversation.tools.results import as_received, as_result, as_sent, as_text, json_form, with_data
-from mt_grpo.conversation.tools.signature import (
-    ArgumentReader,
-    cached_by_function,
-    hints_of,
-    is_json_type,
-    readers_of,
-    takes_none,
-)
-from mt_grpo.images.pictures import reader_of
+from mt_grpo.conversation.tools.results import as_received, as_result, as_sent
+from mt_grpo.conversation.tools.signature import as_tool, read_arguments
 from mt_grpo.rollout import ToolResult
 
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
@@ -99,7 +94,6 @@ async def run_tool(
         Exception: The error of the tool. `SystemExit` and the like become `RuntimeError`.
     """
     name, loop, thread = tool.__name__, asyncio.get_running_loop(), None
-    done: asyncio.Future | None = None
     call = await tool.prepare() if hasattr(tool, "prepare") else tool  # starts a process before the time limit begins
     deadline = loop.time() + timeout
 
@@ -107,6 +101,7 @@ async def run_tool(
         result = call(**arguments)
         return result if inspect.isawaitable(result) else finish(result)
 
+    done: asyncio.Future | None = None
     try:
         if inspect.iscoroutinefunction(call):
             done = loop.create_task(finished(call(**arguments), finish))
@@ -123,12 +118,11 @@ async def run_tool(
     if not in_time:
         if thread is not None and thread.is_alive():
             thread.name = f"{HUNG}{name}"
-            tell_once(
-                f"{name} took longer than {timeout:g} s. The call goes on in its thread, which cannot be stopped (the "
-                "metric tools/hung_threads counts such threads). Give the tool a time limit of its own, or set "
-                "isolate_tools: true to run TOOL_FUNCTIONS in processes, which are killed at the limit.",
-                f"hung {name}",
+            words = (
+                "The call goes on in its thread, which cannot be stopped (metric tools/hung_threads). Give the tool a"
             )
+            words += " time limit, or set isolate_tools: true to run TOOL_FUNCTIONS in processes, which are killed."
+            tell_once(f"{name} took longer than {timeout:g} s. {words}", f"hung {name}")
         if (given_up := GIVEN_UP.get()) is not None:
             given_up.append(done)
         raise ToolTimeout(f"{name} took longer than {timeout:g} s")
@@ -136,9 +130,8 @@ async def run_tool(
     said = error if isinstance(error, ValueError) else getattr(result, "text", result)
     if "signal only works in main thread" in str(said)[:1000]:  # so each call would fail
         words = (
-            f"{name} sets a signal handler, such as SIGALRM for a time limit, which Python allows only in the main "
-            "thread. Set isolate_tools: true to run the functions of TOOL_FUNCTIONS in the main thread of a process, "
-            "or use the trainer's limits instead: tool_timeout, environment_timeout."
+            f"{name} sets a signal handler, which Python allows only in the main thread. Set isolate_tools: true to "
+            "run TOOL_FUNCTIONS in the main thread of a process, or use tool_timeout and environment_timeout instead."
         )
         if error is not None:
             raise ToolsUnavailable(words) from error
@@ -150,6 +143,8 @@ async def run_tool(
 
 def results_of(env: Any) -> Callable[[Any], ToolResult]:
     """The function `as_result` with the image reader of an environment's model."""
+    from mt_grpo.images.pictures import reader_of
+
     return functools.partial(as_result, reader=reader_of(env.tokenizer))
 
 
@@ -167,61 +162,31 @@ def error_text(error: BaseException) -> str:
         return name
 
 
-async def awaited(result: Awaitable) -> Any:
-    """The result of an async function behind a plain decorator."""
-    return await result
-
-
-def serve(path: str, folders: list[str], typed: bool) -> None:
-    """Import a tools file and answer calls, one JSON line each. `typed`: a parameter's type is none of JSON's."""
+def serve(path: str) -> None:
+    """Import a tools file and answer calls, one JSON line each, until the input ends: the work of a tool's process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: no hanging call outlives the trainer
-    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    calls, answers = open(os.dup(0)), open(os.dup(1), "w", closefd=False)  # open until there is an exit code
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a tool prints is no answer
-    sys.path[:] = folders
     spec = importlib.util.spec_from_file_location("tools_script", path)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    objects = [hasattr(tool, "run") and hasattr(tool, "schema") for tool in module.TOOL_FUNCTIONS]
-    tools = [tool.run if is_object else tool for tool, is_object in zip(module.TOOL_FUNCTIONS, objects)]
-    readers = [readers_of(tool) if typed and not is_object else {} for tool, is_object in zip(tools, objects)]
-    answers.write(b"ready\n")
-    answers.flush()
-    for call in calls:
+    tools = list(map(as_tool, module.TOOL_FUNCTIONS))
+    print("ready", file=answers, flush=True)
+    for line in calls:
         try:
-            index, arguments = json.loads(call)
-            for name in arguments if readers[index] else ():
-                reader = readers[index].get(name) or list(readers[index].values())[-1]
-                arguments[name] = reader.read(arguments[name])
-            result, reward, kind = tools[index](**arguments), None, None
-            if inspect.isawaitable(result):
-                result = asyncio.run(awaited(result))
-            if type(result).__name__ == "ToolResult":
-                result, reward, kind = result.text, result.reward, result.error
-            answer = json.dumps({**as_sent(result), "reward": None if reward is None else float(reward), "kind": kind})
-            if len(answer) > LONGEST_ANSWER:
+            index, arguments = json.loads(line)
+            result = tools[index](**read_arguments(tools[index], arguments))
+            result = asyncio.run(result) if inspect.isawaitable(result) else result
+            result = result if isinstance(result, ToolResult) else ToolResult(result)
+            sent = {"text": result.text, "reward": result.reward, "error": result.error}
+            if len(answer := json.dumps(sent, default=as_sent)) > LONGEST_ANSWER:
                 raise ValueError("the result is longer than 16 MiB")
         except BaseException as error:
-            name = type(error).__name__
-            text = str(error) if isinstance(error, Exception) else f"{name}: {error}"
-            answer = json.dumps({"error": name, "text": text[: LONGEST_ANSWER // 8]})
-        answers.write(answer.encode() + b"\n")
-        answers.flush()
-
-
-# INVARIANT: these functions also run in a tool's process, which does not import this package, and use what is imported
-# here alone. The import of pydantic takes tenths of a second: a process whose tools have JSON types does without it.
-SERVING = f"""
-import asyncio, base64, collections.abc, ctypes, dataclasses, enum, functools, importlib.util, inspect, io, json, os
-import re, sys, types, typing, weakref
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
-LONGEST_ANSWER, UNIONS = {LONGEST_ANSWER}, (typing.Union, types.UnionType)
-{"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent, awaited, serve)))}
-"""
-READERS = (is_json_type, takes_none, hints_of, ArgumentReader, cached_by_function, readers_of)
-READING = "from pydantic import TypeAdapter\n" + "".join(map(inspect.getsource, READERS))
+            text = error_text(error) if isinstance(error, Exception) else error_line(error)
+            answer = json.dumps({"raised": text[: LONGEST_ANSWER // 8]})
+        print(answer, file=answers, flush=True)
 
 
 class ToolProcesses:
@@ -230,22 +195,13 @@ class ToolProcesses:
     A process is killed when its call exceeds its time. Each imports the file itself.
     """
 
-    START_SECONDS = 600.0  # to import the tools file; a call's time limit does not include it
-
-    def __init__(self, path: str, tools: list[Callable]):
-        own = [tool for tool in tools if not inspect.iscoroutinefunction(tool) and not hasattr(tool, "json_schema")]
-        typed = any(not reader.plain for tool in own for reader in readers_of(tool).values())
-        program = f"{SERVING}{READING if typed else ''}serve(*json.loads(sys.argv[1]))"
-        self._command = [sys.executable, "-c", program, json.dumps([path, [str(each) for each in sys.path], typed])]
+    def __init__(self, path: str):
+        program = "import json, sys\npath, sys.path[:] = json.loads(sys.argv[1])\n"
+        program += f"from {serve.__module__} import serve\nserve(path)"
+        self._command = [sys.executable, "-c", program, json.dumps([path, [str(each) for each in sys.path]])]
         self._idle: dict[asyncio.AbstractEventLoop, list] = collections.defaultdict(list)
         self._path = path
         atexit.register(self.end_idle)
-
-    async def try_one(self) -> None:
-        """Raise `RuntimeError` or `OSError` if a process cannot import the file, such as one that locks a resource."""
-        process = await self._start()
-        self._end(process)
-        await process.wait()
 
     def end_idle(self) -> None:
         """End the idle processes, with all that calls have started in them."""
@@ -266,54 +222,51 @@ class ToolProcesses:
         prepare_and_call.prepare = prepare
         return tool if inspect.iscoroutinefunction(tool) else prepare_and_call
 
+    async def try_one(self) -> None:
+        """Raise `ToolsUnavailable` if a process cannot import the file, such as one that locks a resource."""
+        self._end(process := await self._process())
+        await process.wait()
+
     async def _process(self) -> asyncio.subprocess.Process:
-        """An idle process, else a new one. Raises `ToolsUnavailable` if none can be started."""
+        """An idle process, else a new one that has imported the file. Raises `ToolsUnavailable`."""
         idle = self._idle[asyncio.get_running_loop()]
         while idle:
             if (process := idle.pop()).returncode is None:
                 return process
+        pipes = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
         try:
-            return await self._start()
+            process = await asyncio.create_subprocess_exec(  # own session: Ctrl-C must reach only the trainer
+                *self._command, **pipes, limit=2 * LONGEST_ANSWER, start_new_session=True
+            )
+            async with asyncio.timeout(600):
+                while await self._line(process) != b"ready\n":  # a hook of the interpreter may print before
+                    pass
+            return process
         except (OSError, RuntimeError) as error:
             raise ToolsUnavailable(
                 f"no process for the tools of {self._path!r} could be started: {error_line(error)}. See above; check "
                 "that the file still imports, and ulimit -n, -u."
             ) from error
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        """Start a process and wait until it has imported the file."""
-        pipes = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
-        process = await asyncio.create_subprocess_exec(  # own session: Ctrl-C must reach only the trainer
-            *self._command, **pipes, limit=2 * LONGEST_ANSWER, start_new_session=True
-        )
-        async with asyncio.timeout(self.START_SECONDS):
-            while await self._line(process) != b"ready\n":  # a hook of the interpreter may print before
-                pass
-        return process
-
     async def _call(self, process: asyncio.subprocess.Process, index: int, /, **arguments: Any) -> Any:
         process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
-        answer = json.loads(await self._line(process))
+        answer = json.loads(await self._line(process), object_hook=as_received)
         self._idle[asyncio.get_running_loop()].append(process)
-        if "error" in answer:
-            raise type(answer["error"], (Exception,), {})(answer["text"])
-        return as_received(answer)
+        if "raised" in answer:
+            raise RuntimeError(answer["raised"])
+        return ToolResult(**answer)
 
     async def _line(self, process: asyncio.subprocess.Process) -> bytes:
-        """The next line of a process. It is killed if it has ended itself, or if the wait is cancelled."""
+        """The next line of a process, which is killed if it has ended itself, or if the wait is cancelled."""
         line = b""
         try:
             line = await process.stdout.readline()
-            if line.endswith(b"\n"):
-                return line
-            with suppress(TimeoutError):  # it has an exit code of its own
-                await asyncio.wait_for(process.wait(), 1.0)
         finally:
             if not line.endswith(b"\n"):
                 self._end(process)
-                with suppress(TimeoutError):  # until its pipes are closed
-                    await asyncio.wait_for(process.wait(), 5.0)
-        raise RuntimeError(f"the tool's process ended with exit code {process.returncode}")
+        if line.endswith(b"\n"):
+            return line
+        raise RuntimeError(f"the tool's process ended with exit code {await process.wait()}")
 
     @staticmethod
     def _end(process: asyncio.subprocess.Process) -> None:

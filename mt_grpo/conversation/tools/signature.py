@@ -1,33 +1,30 @@
-"""Functions as tools: what the model reads of them, and a call's arguments checked and converted by pydantic."""
+"""Functions as tools: what the model reads of them, and a call's arguments checked and converted by pydantic.
+
+A tool's process imports this module, so it starts fast: what is slow to import is imported where it is used.
+"""
 
 from __future__ import annotations
 
-import collections.abc
 import copy
 import functools
 import inspect
 import json
-import keyword
 import re
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import parse_google_format_docstring
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.conversation.formats.control_tokens import check_names, forbidden_in, neutralise
 from mt_grpo.conversation.tools.results import json_form
 from mt_grpo.rollout import Origin, ToolCall, ToolResult
 
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
-OTHERS = "others"  # in a signature: all parameters that the schema leaves open, or whose names Python does not take
 EMPTY = inspect.Parameter.empty
 UNIONS = (typing.Union, types.UnionType)
 
@@ -41,10 +38,8 @@ class Shown(str):
 def is_json_type(expected: Any) -> bool:
     """Whether a type is one of JSON's own. Such arguments are passed unchanged.
 
-    >>> [is_json_type(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
-    [True, True, True, True]
-    >>> [is_json_type(t) for t in (bytes | None, tuple, dict[int, str], re.RegexFlag)]
-    [False, False, False, False]
+    >>> [is_json_type(t) for t in (list[dict[str, float]], str | None, bytes | None, dict[int, str])]
+    [True, True, False, False]
     """
     origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
     if origin is typing.Annotated:
@@ -53,7 +48,7 @@ def is_json_type(expected: Any) -> bool:
         return all(type(option) in (str, int, bool, type(None)) for option in options)
     if origin is dict:
         return not options or (options[0] in (str, Any) and is_json_type(options[1]))
-    if origin in (list, collections.abc.Sequence, *UNIONS):
+    if origin in (list, Sequence, *UNIONS):
         return all(map(is_json_type, options))
     return expected in (str, int, float, bool, type(None), Any, object)
 
@@ -126,45 +121,18 @@ def readers_of(tool: Callable) -> dict[str, ArgumentReader]:
     return {name: ArgumentReader(hints.get(name, Any)) for name in inspect.signature(tool).parameters}
 
 
-def argument_mistake(name: str, value: Any, reader: ArgumentReader, error: Exception) -> str:
-    """The error of an argument for the policy: its type, the place of the mistake, and pydantic's words."""
-    expected = type_name(reader.hint)
-    if not isinstance(error, ValidationError):
-        return f"argument {name!r} must be {expected}, whose check raised {error_line(error)}"
-    # The option of a union that fits best is the one whose error is deepest inside the value.
-    wrong = max(error.errors(include_url=False, include_context=False), key=lambda wrong: len(wrong["loc"]))
-    part, where, missing = value, "", wrong["type"].startswith("missing")
-    for key in wrong["loc"]:
-        with suppress(LookupError, TypeError):  # a key that is not in the value names an option of a union
-            part, where = part[key], f"{where}[{key!r}]"
-    if missing:
-        where += f"[{wrong['loc'][-1]!r}]"
-    got = type(part).__name__ if wrong["type"].endswith("_type") else repr(part)[:80]
-    words = "" if reader.plain else f": {wrong['msg'].rstrip('.')}"
-    got = "nothing" if missing else got
-    return f"argument {name!r} must be {expected}, got {got}{where and f' at {name}{where}'}{words}"
-
-
 # What the model reads of a tool.
-
-
-def default_text(default: Any) -> str:
-    """A parameter's default as the model would write it. Raises `TypeError` for an object without data."""
-    return json.dumps(default, default=json_form, ensure_ascii=False)
 
 
 class ParameterSchema(GenerateJsonSchema):
     """A JSON schema whose defaults are the same in every process: sets are sorted."""
 
     def encode_default(self, dft: Any) -> Any:
-        return json.loads(default_text(dft))
+        return json.loads(json.dumps(dft, default=json_form))
 
 
-def written_out(part: Any, definitions: dict[str, Any], inside: tuple[str, ...] = ()) -> Any:
-    """A JSON schema without titles, with its definitions in place of the references to them.
-
-    Few chat templates follow a reference. A class that contains itself stays one.
-    """
+def written_out(part: Any, definitions: dict[str, Any], inside: tuple[str, ...] = (), fields: bool = False) -> Any:
+    """A JSON schema without titles and references, which few chat templates follow. `fields`: its keys are names."""
     if isinstance(part, list):
         return [written_out(each, definitions, inside) for each in part]
     if not isinstance(part, dict):
@@ -173,15 +141,13 @@ def written_out(part: Any, definitions: dict[str, Any], inside: tuple[str, ...] 
     if name in definitions and name not in inside:
         further = {key: each for key, each in part.items() if key != "$ref"}
         return written_out({**definitions[name], **further}, definitions, (*inside, name))
-    written = {}
-    for key, each in part.items():
-        if key in ("const", "default", "enum", "examples"):
-            written[key] = each
-        elif key == "properties":  # a parameter may be called `title`
-            written[key] = {name: written_out(one, definitions, inside) for name, one in each.items()}
-        elif key not in ("title", "$defs") and not (key == "mapping" and "propertyName" in part):
-            written[key] = written_out(each, definitions, inside)
-    return written
+    return {
+        key: each
+        if not fields and key in ("const", "default", "enum", "examples")
+        else written_out(each, definitions, inside, key == "properties" and not fields)
+        for key, each in part.items()
+        if fields or key not in ("title", "$defs", "mapping")  # `mapping`: references of a discriminator
+    }
 
 
 def with_definitions(written: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
@@ -201,20 +167,21 @@ def json_schema(hint: Any, mode: Literal["validation", "serialization"] = "valid
 @cached_by_function
 def parameters_schema(tool: Callable) -> dict[str, Any]:
     """The JSON schema of all parameters of a tool, as one object. Raises the errors of `json_schema`."""
-    parameters = inspect.signature(tool).parameters
-    adapters = [(name, "validation", reader.adapter) for name, reader in readers_of(tool).items()]
-    schemas, shared = TypeAdapter.json_schemas(adapters, schema_generator=ParameterSchema)
     properties: dict[str, Any] = {}
     written: dict[str, Any] = {"type": "object", "properties": properties}
-    for name, parameter in parameters.items():
+    adapters = [(name, "validation", reader.adapter) for name, reader in readers_of(tool).items()]
+    schemas, shared = TypeAdapter.json_schemas(adapters, schema_generator=ParameterSchema)
+    required: list[str] = []
+    for name, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             written["additionalProperties"] = schemas[name, "validation"]
             continue
         properties[name] = dict(schemas[name, "validation"])
-        if parameter.default is not EMPTY:
-            properties[name]["default"] = json.loads(default_text(parameter.default))
-    if required := [name for name in properties if parameters[name].default is EMPTY]:
-        written["required"] = required
+        if parameter.default is EMPTY:
+            required.append(name)
+        else:
+            properties[name]["default"] = json.loads(json.dumps(parameter.default, default=json_form))
+    written |= {"required": required} if required else {}
     return with_definitions(written, shared.get("$defs", {}))
 
 
@@ -226,56 +193,50 @@ def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
 @cached_by_function
 def described(tool: Callable) -> dict[str, Any]:
     """What the model reads of a function, with the notes of a docstring in Google's style beside the parameters."""
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
     text = (inspect.getdoc(tool) or "").strip()
     description, notes, returns = parse_google_format_docstring(text)
-    parameters = parameters_schema(tool)
+    parameters = dict(parameters_schema(tool))
     if parameters["properties"].keys() <= notes.keys():
-        properties = {key: {**each, "description": notes[key]} for key, each in parameters["properties"].items()}
-        for schema in properties.values():
-            if listed := re.search(
-                r"\s*\(choices:\s*(\[.*\])\)\s*$", schema["description"], re.IGNORECASE | re.DOTALL
-            ):
-                note = schema.pop("description")[: listed.start()]
-                schema |= {"enum": json.loads(listed[1]), "description": note}
-        parameters = {**parameters, "properties": properties}
+        parameters["properties"] = properties = {}
+        for key, schema in parameters_schema(tool)["properties"].items():
+            # As transformers reads it: the choices may stand behind the note.
+            note, choices = re.fullmatch(r"(.*?)(?:\s*\(choices:\s*(\[.*\])\)\s*)?", notes[key], re.I | re.S).groups()
+            properties[key] = {**schema, **({"enum": json.loads(choices)} if choices else {}), "description": note}
     else:  # then the model reads all of the docstring, whatever its style
         description = text
     function = {"name": tool.__name__, "description": description, "parameters": parameters}
     hint = hints_of(tool).get("return", EMPTY)
-    try:
-        result = json_schema(str if hint is ToolResult else hint, "serialization")
-    except Exception:  # no hint, or none that JSON can hold; a class's own hooks may raise anything
-        return function
-    return {**function, "return": result if returns is None else {**result, "description": returns}}
+    with suppress(Exception):  # no hint, or none that JSON can hold; a class's own hooks may raise anything
+        function["return"] = json_schema(str if hint is ToolResult else hint, "serialization")
+        function["return"] |= {} if returns is None else {"description": returns}
+    return function
 
 
 @cached_by_function
-def signature_of(tool: Callable) -> inspect.Signature:
+def signature_of(tool: Callable) -> inspect.Signature | str:
     """A tool's signature for the model: types by their names, and defaults of types that JSON lacks as JSON."""
     if hasattr(tool, "shown_signature"):
         return tool.shown_signature
-    signature, hints = inspect.signature(tool), hints_of(tool)
-
-    def shown(parameter: inspect.Parameter) -> inspect.Parameter:
-        hint, default = hints.get(parameter.name, Any), parameter.default
+    signature, hints, parameters = inspect.signature(tool), hints_of(tool), []
+    for name, parameter in signature.parameters.items():
+        hint, default = hints.get(name, Any), parameter.default
         if not is_json_type(hint) and default is not EMPTY and default is not None:
-            default = Shown(default_text(default))
-        return parameter.replace(annotation=Shown(type_name(hint)), default=default)
-
-    return inspect.Signature(list(map(shown, signature.parameters.values())), return_annotation=shown_result(hints))
-
-
-def shown_result(hints: dict[str, Any]) -> Any:
-    """The type of a tool's result in its signature, by the hints of its function."""
+            default = Shown(json.dumps(default, default=json_form, ensure_ascii=False))
+        parameters.append(parameter.replace(annotation=Shown(type_name(hint)), default=default))
     hint = hints.get("return", EMPTY)
-    return hint if hint is EMPTY else Shown(type_name(str if hint is ToolResult else hint))
+    returned = hint if hint is EMPTY else Shown(type_name(str if hint is ToolResult else hint))
+    return inspect.Signature(parameters, return_annotation=returned)
 
 
-def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+def describe_tools(tools: dict[str, Callable], tokenizer: Any = None) -> str:
     """Describe tools for the system prompt: signatures, docstrings, and JSON schemas of types that JSON lacks.
 
     With a tokenizer the texts are made free of control tokens. A name that holds one raises `ValueError`.
     """
+    from mt_grpo.conversation.formats.control_tokens import check_names, forbidden_in, neutralise
+
     texts = []
     for name, tool in tools.items():
         readers = {} if hasattr(tool, "json_schema") else readers_of(tool)
@@ -291,14 +252,12 @@ def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBas
     return "\n\n".join(texts)
 
 
-def fill_in_tools(
-    system_prompt: str, tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None
-) -> str:
+def fill_in_tools(system_prompt: str, tools: dict[str, Callable], tokenizer: Any = None) -> str:
     """Replace `{tool_descriptions}` in the system prompt. Raises `ValueError` for any other single brace."""
     texts = describe_tools(tools, tokenizer)
     try:
         return system_prompt.format(tool_descriptions=texts)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+    except (LookupError, ValueError, AttributeError) as error:
         words = f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r})"
         raise ValueError(words + ". Write literal braces twice: {{ and }}.") from None
 
@@ -321,117 +280,80 @@ def check_tool(tool: Callable) -> None:
     """Raise `ValueError` unless the tool is a function with name, type hints and docstring: the model reads them."""
     name = getattr(tool, "__name__", None)
     if isinstance(tool, type) or not callable(tool) or not re.fullmatch(r"[\w.:/-]+", name or ""):
-        raise ValueError(
-            f"A tool must be a function whose name has letters, digits and _ . : / -, got {name or tool!r:.100}."
-        )
+        raise ValueError(f"A tool is a function with a name of letters, digits and _.:/-, got {name or tool!r:.100}.")
     if not inspect.getdoc(tool):
         raise ValueError(f"Tool {name} has no docstring. Write one: the model reads it to use the tool.")
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
         raise ValueError(f"Tool {name} is a generator function. Use `return` with the whole result, not `yield`.")
-    if hasattr(tool, "json_schema"):
-        return
-    for key, parameter in inspect.signature(tool).parameters.items():
+    for key, parameter in inspect.signature(tool).parameters.items() if not hasattr(tool, "json_schema") else ():
         if parameter.annotation is EMPTY:
             raise ValueError(f"Tool {name} has no type hint for {key!r}. Write `{key}: str`; list `MyClass().f`.")
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ValueError(f"Tool {name}: no call can pass {key!r}, since it names arguments. Remove * and /.")
     try:
-        parameters_schema(tool)
+        tool_schema(name, tool)
     except Exception as error:  # a class's own hooks may raise anything
         raise ValueError(
-            f"Tool {name}: the model cannot be told its parameters, by a JSON schema: {error_line(error)}. Use str, "
-            "int, list[...], a dataclass or other types and defaults that pydantic reads from JSON."
+            f"Tool {name}: pydantic finds no JSON schema of its parameters: {error_line(error)}."
         ) from error
-
-
-class JsonSchema(BaseModel, strict=True):
-    """What is read of a JSON schema to parse calls."""
-
-    type: str | list[str] = ""
-    enum: list = []
-    items: bool | JsonSchema | list | None = None
-    additional_properties: bool | JsonSchema | None = Field(None, alias="additionalProperties")
-    required: list[str] | None = None
-    any_of: list[bool | JsonSchema] = Field([], alias="anyOf")
-    one_of: list[bool | JsonSchema] = Field([], alias="oneOf")
-    properties: dict[str, bool | JsonSchema] | None = None
-
-
-def check_schema(schema: Any) -> None:
-    """Raise `ValueError` unless a value is a JSON schema that calls can be parsed with.
-
-    >>> check_schema({"properties": {"a": {"anyOf": [True, {"type": ["integer", "null"]}]}}})
-    """
-    try:
-        JsonSchema.model_validate(schema)
-    except ValidationError as error:
-        wrong = max(error.errors(), key=lambda each: len(each["loc"]))
-        where = ".".join(str(key) for key in wrong["loc"] if key != "JsonSchema")
-        raise ValueError(f"got {wrong['input']!r:.100} at {where or 'the schema'}: {wrong['msg']}") from None
 
 
 def as_tool(tool: Any) -> Callable:
     """Convert a tool to a function. A function is returned unchanged.
 
     An object has `name`, `schema` (of a function, as in OpenAI's API) and `run(**arguments)`, which may be async. It
-    gets a call's arguments as the model wrote them: their names alone are checked. Raises `ValueError` if the schema
-    describes no function.
+    gets a call's arguments as the model wrote them: their names alone are checked.
     """
     if isinstance(tool, type) or not all(hasattr(tool, key) for key in ("name", "schema", "run")):
         return tool
     schema = tool.schema() if callable(tool.schema) else tool.schema
-    try:
-        function = dict(schema.get("function", schema))
-        check_schema(function.get("parameters") or {})
-        properties, required, further = parts_of_schema(function.get("parameters"))
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
-            f"and parameters: {error}."
-        ) from None
-    if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(tool.run).parameters.values()):
-        further = False  # `run` takes no other names
-    described = {name: each for name, each in properties.items() if isinstance(each, dict) and each.get("description")}
-    notes = [f"    {name}: {each['description']}" for name, each in described.items()]
     made = functools.partial(tool.run)
     made.__name__ = made.__qualname__ = tool.name
+    try:
+        made.json_schema = function = {**schema.get("function", schema), "name": tool.name}
+        made.shown_signature = shown_signature(function.get("parameters"))
+        properties = parts_of_schema(function.get("parameters"))[0].items()
+        described = {name: each for name, each in properties if isinstance(each, dict) and each.get("description")}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Tool {tool.name} has the schema {schema!r:.200}, which describes no function: {error}."
+        ) from None
+    notes = [f"    {name}: {each['description']}" for name, each in described.items()]
     made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
-    made.json_schema, hints = {**function, "name": tool.name}, {}
-    with suppress(NameError, TypeError):  # a name for type checkers alone; a partial, or an object with `__call__`
-        hints = typing.get_type_hints(tool.run)
-    made.shown_signature = signature_from(properties, required, further, shown_result(hints))
     return made
 
 
-def signature_from(properties: dict[str, Any], required: list[str], further: Any, returned: Any) -> inspect.Signature:
-    """The signature of a tool with a JSON schema. `**others` stand for names that Python does not take."""
-    parameters = []
-    for name, schema in sorted(properties.items(), key=lambda item: item[0] not in required):
-        default = schema.get("default", Shown("...")) if isinstance(schema, dict) else Shown("...")
-        if name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS:
-            kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, EMPTY if name in required else default
-            parameters.append(inspect.Parameter(name, kind, default=default, annotation=type_of_schema(schema)))
-    if len(parameters) < len(properties) or further is not False:
-        parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=type_of_schema(further)))
-    return inspect.Signature(parameters, return_annotation=returned)
+def shown_signature(schema: dict[str, Any] | None) -> str:
+    """The signature of a tool with a JSON schema of its parameters. Its result is shown as text.
+
+    >>> shown_signature({"properties": {"a": {"type": "integer"}, "b": True}, "required": ["b"]})
+    '(b: Any, a: int = ...) -> str'
+    """
+    properties, required, further = parts_of_schema(schema)
+    shown = [f"{name}: {type_of_schema(each)}" for name, each in properties.items() if name in required]
+    for name, each in [(name, each) for name, each in properties.items() if name not in required]:
+        default = each.get("default", ...) if isinstance(each, dict) else ...
+        shown.append(f"{name}: {type_of_schema(each)} = {'...' if default is ... else repr(default)}")
+    shown += [] if further is False else [f"**others: {type_of_schema(further)}"]
+    return f"({', '.join(shown)}) -> str"
 
 
-def type_of_schema(schema: Any) -> Shown:
+def type_of_schema(schema: Any) -> str:
     """The Python type of a parameter that a JSON schema describes, by its name; `Any` if there is none.
 
     >>> [type_of_schema(each) for each in ({"type": ["integer", "null"]}, {"type": "array"}, {"enum": ["a"]}, True)]
-    [int | None, list[Any], Literal['a'], Any]
+    ['int | None', 'list[Any]', "Literal['a']", 'Any']
     """
     names = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None"}
     schema = schema if isinstance(schema, dict) else {}  # `true` allows everything
     kind, options = schema.get("type", ""), schema.get("anyOf") or schema.get("oneOf")
     if "enum" in schema:
-        return Shown(f"Literal[{', '.join(map(repr, schema['enum']))}]")
+        return f"Literal[{', '.join(map(repr, schema['enum']))}]"
     if options or isinstance(kind, list):
-        return Shown(" | ".join(map(type_of_schema, options or [{**schema, "type": each} for each in kind])))
+        return " | ".join(map(type_of_schema, options or [{**schema, "type": each} for each in kind]))
     if kind == "array":
-        return Shown(f"list[{type_of_schema(schema.get('items'))}]")
-    return Shown("dict[str, Any]" if kind == "object" else names.get(kind, "Any"))
+        return f"list[{type_of_schema(schema.get('items'))}]"
+    return "dict[str, Any]" if kind == "object" else names.get(kind, "Any")
 
 
 def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
@@ -482,14 +404,32 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
     if unknown := [name for name in call.arguments if name not in properties and further is False]:
         return {}, f"got an unexpected keyword argument {unknown[0]!r}. {usage}"
     written = copy.deepcopy(call.arguments)  # a tool may change what it gets, and the call stays what was written
+    try:
+        # A tool's process reads JSON, and makes its own objects of it.
+        return (read_arguments(tool, written), written)[hasattr(tool, "prepare")], None
+    except ValueError as error:
+        return {}, f"{error}. {usage}"
+
+
+def read_arguments(tool: Callable, written: dict[str, Any]) -> dict[str, Any]:
+    """Convert arguments to the types of a function's parameters. Raises `ValueError` for one that does not fit.
+
+    A tool with a schema of its own gets them as they were written.
+    """
     if hasattr(tool, "json_schema"):
-        return written, None
+        return written
     arguments, readers = {}, readers_of(tool)
     for name, value in written.items():
         reader = readers.get(name) or list(readers.values())[-1]
         try:
             arguments[name] = reader.read(value)
+        except ValidationError as error:
+            # The option of a union that fits best is the one whose error is deepest inside the value.
+            wrong = max(error.errors(), key=lambda each: len(each["loc"]))
+            where = f" at {name}{''.join(f'[{key!r}]' for key in wrong['loc'])}" if wrong["loc"] else ""
+            words = f"got {wrong['input']!r:.80}{where}: {wrong['msg'].rstrip('.')}"
+            raise ValueError(f"argument {name!r} must be {type_name(reader.hint)}, {words}") from error
         except (Exception, SystemExit) as error:  # a validator may raise anything
-            return {}, f"{argument_mistake(name, value, reader, error)}. {usage}"
-    # A tool's process reads JSON, and makes its own objects of it.
-    return (written if hasattr(tool, "prepare") else arguments), None
+            words = f"whose check raised {error_line(error)}"
+            raise ValueError(f"argument {name!r} must be {type_name(reader.hint)}, {words}") from error
+    return arguments

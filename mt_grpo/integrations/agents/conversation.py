@@ -17,7 +17,6 @@ import shlex
 import shutil
 from typing import Any
 
-from mt_grpo.base.event_loop import close_on
 from mt_grpo.conversation.environments import failures_end
 from mt_grpo.integrations.agents.programs import (
     AgentFailure,
@@ -132,7 +131,8 @@ class AgentConversation:
         if states is None:
             for loop, (server, _) in list(self._servers.items()):
                 del self._servers[loop]
-                close_on(loop, server.stop())
+                if loop.is_running():
+                    asyncio.run_coroutine_threadsafe(server.stop(), loop)
 
     async def server(self) -> AgentServer:
         """The server of this process, which listens."""

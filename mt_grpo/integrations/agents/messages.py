@@ -9,7 +9,6 @@ from typing import Any
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.rows import is_nested
-from mt_grpo.conversation.tools.signature import check_schema
 from mt_grpo.images.pictures import Picture, mark_of, marks_replaced
 from mt_grpo.rollout import Message
 
@@ -228,10 +227,6 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
         parameters = expect(tool["function"].get("parameters") or {}, dict, "tools")
         for schema in expect(parameters.get("properties") or {}, dict, "tools").values():
             expect(schema, dict, "tools")
-        try:
-            check_schema(parameters)
-        except ValueError as error:
-            raise refuse("tools", f"{error}.") from None
         tools_read.append(tool)
     names = [tool["function"]["name"] for tool in tools_read]
     if len(set(names)) < len(names):  # the model would be shown one of them, and a program would run another

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from mt_grpo.conversation.tools.signature import check_schema
 from mt_grpo.images.pictures import uri_or_str
 
 Messages = list[dict[str, Any]]
@@ -190,10 +189,7 @@ def listed_tools(tools: Any) -> list[dict[str, Any]]:
     [{'type': 'function', 'function': {'name': 'f'}}]
     """
     tools = json.loads(tools) if isinstance(tools, str) and tools else tools or []
-    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
-    for tool in tools:
-        check_schema(tool["function"].get("parameters") or {})
-    return tools
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
 
 
 def remove_response(messages: Messages) -> str | None:
