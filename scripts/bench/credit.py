@@ -200,9 +200,11 @@ def name_of(job: Job) -> str:
 
 
 def commit() -> str:
-    """The commit of this clone, with a mark if files of the package differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    """The commit of this clone, with a mark if files that a run reads differ from it."""
+    code = ["mt_grpo_trainer.py", "mt_grpo", "scripts", "hf_recipes", "rewards", "tools"]
+    names = ["git describe --always --exclude=*".split(), ["git", "status", "--porcelain", "--", *code]]
+    name, changed = (subprocess.run(each, capture_output=True, text=True).stdout.strip() for each in names)
+    return f"{name}-dirty" if changed else name
 
 
 def finished() -> list[dict[str, Any]]:
