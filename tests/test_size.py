@@ -20,13 +20,13 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1299,
-    "core": 13976,
+    "core": 13970,
     "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 21724,
+    "script and package": 21718,
     "scripts": 9997,
     "tools and rewards": 2843,
-    "tests": 40292,
+    "tests": 40299,
     "docs": 5662,
     "recipes": 2981,
     "root": 436,

@@ -49,10 +49,6 @@ def why_not_in_model(model: Any) -> str | None:
         reads = getattr(model.base_model, "language_model", None)
         if reads is None or not hasattr(model.base_model, "get_rope_index"):
             return "it reads images, and its position ids are not those of Qwen's models"
-    for name, module in reads.named_modules():
-        kind = type(module).__name__
-        if hasattr(module, "sinks") or isinstance(module, torch.nn.modules.conv._ConvNd) or "mamba" in kind.lower():
-            return f"it has a layer that mixes tokens otherwise than by attention ({name}: {kind})"
     layer_types = getattr(config, "layer_types", None)
     if kinds := set(layer_types or ["full_attention"]) - {"full_attention"}:
         return f"it has layers of type {min(kinds)}"
@@ -64,6 +60,10 @@ def why_not_in_model(model: Any) -> str | None:
         return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
     if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
         return f"{type(model).__name__} does not support custom attention functions"
+    for name, module in reads.named_modules():
+        kind = type(module).__name__
+        if hasattr(module, "sinks") or isinstance(module, torch.nn.modules.conv._ConvNd) or "mamba" in kind.lower():
+            return f"it has a layer that mixes tokens otherwise than by attention ({name}: {kind})"
     return None
 
 
