@@ -26,7 +26,7 @@ CEILINGS = {
     "script and package": 21718,
     "scripts": 9997,
     "tools and rewards": 2843,
-    "tests": 40299,
+    "tests": 40301,
     "docs": 5662,
     "recipes": 2981,
     "root": 436,
