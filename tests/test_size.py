@@ -20,21 +20,21 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1299,
-    "core": 15139,
-    "core modules": 60,
+    "core": 13970,
+    "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 22946,
-    "scripts": 10000,
-    "tools and rewards": 2939,
-    "tests": 42396,
-    "docs": 5683,
+    "script and package": 21718,
+    "scripts": 9997,
+    "tools and rewards": 2843,
+    "tests": 40301,
+    "docs": 5662,
     "recipes": 2981,
-    "root": 433,
+    "root": 436,
     "results, bytes": 108147,
     "data, bytes": 2181236,
     "own recipe keys": 60,
-    "fmt: skip and fmt: off": 591,
-    "public names without a docstring": 45,
+    "fmt: skip and fmt: off": 553,
+    "public names without a docstring": 43,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

@@ -68,6 +68,8 @@ async def gather_all(coroutines: list[Awaitable]) -> list:
 
 def at_once(function: Callable[[Any], Any], items: list) -> list:
     """The results of `function` for all items, in threads of their own."""
+    if len(items) == 1:  # in this thread, where an interruption ends it
+        return [function(items[0])]
     with concurrent.futures.ThreadPoolExecutor(max(len(items), 1)) as threads:
         return list(threads.map(function, items))
 
@@ -75,5 +77,6 @@ def at_once(function: Callable[[Any], Any], items: list) -> list:
 def allow_many_open_files() -> None:
     """Raise this process's soft limit of open files, which is often 1,024. A conversation needs a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_535 if hard == resource.RLIM_INFINITY else min(65_535, hard)
     with suppress(ValueError, OSError):  # where the system refuses, the old limit stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(65_535, hard)), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

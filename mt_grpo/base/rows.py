@@ -113,12 +113,6 @@ def data_of(trainer: Any) -> Any:
     return getattr(trainer.callback_handler.eval_dataloader, "dataset", None)
 
 
-def number_of(row: DataRow, data: Iterable[DataRow] | None) -> int | None:
-    """The number of the first row of a data set that equals `row`; None if no row does."""
-    wanted = json.dumps(row, default=image_or_str)
-    return next((i for i, each in enumerate(data or ()) if json.dumps(each, default=image_or_str) == wanted), None)
-
-
 def rows_for_trl(rows: list[DataRow]) -> list[DataRow]:
     """The rows as TRL's step takes them: with a prompt, and without the columns in which it looks for images."""
     return [

@@ -63,7 +63,8 @@ def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply
     if reply is None:
         return None
     try:
-        reply = Reply(**reply) if isinstance(reply, dict) else dataclasses.replace(reply)
+        fields = Reply.__dataclass_fields__
+        reply = Reply(**(reply if isinstance(reply, dict) else {key: getattr(reply, key) for key in fields}))
         several = [key for key in REPLIES if getattr(reply, key)]
     except (TypeError, AttributeError) as error:
         raise EnvironmentFailure(f"{where} returned {reply!r:.100}, expected a Reply or None: {error}.") from None
@@ -204,6 +205,8 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
     `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all.
     """
     listed = getattr(environment, "tools", None) or []
+    if not callable(listed) and not isinstance(listed, (list, tuple)):
+        raise EnvironmentFailure(f"{type(environment).__name__}.tools is {listed!r:.100}, expected a list of tools.")
     methods = [getattr(environment, each) for each in tool_methods(type(environment))]
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
     named = named_tools([] if callable(listed) else listed)

@@ -8,10 +8,10 @@ import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, JsonValue, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, JsonValue, TypeAdapter
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import RecipeLoader
@@ -34,7 +34,7 @@ class ExampleMessage(BaseModel, extra="forbid", str_strip_whitespace=True):
     """A message of an example. Blanks around its text are left out: YAML's blocks end with a line break."""
 
     role: Literal["user", "assistant", "tool"]
-    content: str = ""
+    content: Annotated[str, BeforeValidator(lambda content: content or "")] = ""  # null beside calls
     tool_calls: list[ExampleCall] = []
 
 
@@ -95,7 +95,9 @@ def read_example(
     forbidden = forbidden_in(Origin.DATA, "user", tool_format.tokenizer, tool_format.ends)
     for k, message in enumerate(example):
         text, calls = message.content, [ToolCall(call.name, call.arguments) for call in message.tool_calls]
-        if message.role != "tool" and (found := forbidden.search(message.model_dump_json())):
+        if message.role != "tool" and (
+            found := forbidden.search(f"{text}\n{json.dumps([vars(call) for call in calls])}")
+        ):
             raise ValueError(f"{text!r:.100} has the token {found[0]!r}, which begins or ends a message. Remove it.")
         if message.role == "user":
             said = [{"role": "user", "content": text}]

@@ -32,7 +32,7 @@ from mt_grpo.conversation.conversations import CHAT_KEYS, check_conversations, c
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded, number_of_version
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.generation.weight_transfer import WeightTransfer
-from mt_grpo.images.pictures import reader_of
+from mt_grpo.images.pictures import pictures_in, reader_of
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def split_server_url(url: str) -> tuple[str, str | None]:
     """(`url` without user and password, the header `Authorization` made from them or None)."""
     with suppress(ValueError):  # such as a port that is no number
         parts = URL(url)
-        if parts.scheme in ("http", "https") and parts.host:
+        if parts.scheme in ("http", "https") and parts.host and parts.port and not re.search(r"[\s?#]", url):
             login = parts.user or "", parts.password or ""
             header = aiohttp.encode_basic_auth(*login, encoding="utf-8") if any(login) else None
             return str(parts.with_user(None)).rstrip("/"), header
@@ -118,9 +118,9 @@ class ServerConnection:
         return reader_of(self.tokenizer).unsampled if self.reads_images else []
 
     def request(
-        self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] | None = None, **kwargs
+        self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] | None = lambda x: x, **kwargs
     ) -> Any:
-        """Send one control request. Returns `read` of the JSON answer, or nothing without it.
+        """Send one control request. Returns `read` of the JSON answer; None: the answer may be any text.
 
         Raises `ServerError`, or `ServerLost` if the server may come back: no connection, no answer within `timeout`
         seconds, 429, 5xx.
@@ -215,6 +215,9 @@ class ServerConnection:
 
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
         """Sample for a payload of `/v1/completions`, and report which versions of the weights may have sampled."""
+        for picture in pictures_in(payload["prompt"]):
+            if "data_uri" not in vars(picture):  # a large one takes long: other conversations go on meanwhile
+                await asyncio.to_thread(lambda picture=picture: picture.data_uri)
         path, body, read, _ = self.engine.ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
         self._open[id(body)] = body

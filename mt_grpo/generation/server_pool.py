@@ -161,6 +161,7 @@ class ServerPool:
     """One or several servers with the same model as one backend. A lost one joins again with the next push."""
 
     BACK_SECONDS = 2.0  # of a push, in which a server that was left out may say that it is back
+    RETRY_SECONDS = 600.0  # before one that failed while it joined is asked again: each push would wait for it
     LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
     WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
@@ -178,6 +179,7 @@ class ServerPool:
         self.complete = False  # whether all servers held the first weights; before that no server may be missing
         self.requests: list[set] = [set() for _ in servers]  # in flight, as tasks
         self.load = [0] * len(servers)  # this process's open conversations
+        self._not_before: dict[int, float] = {}  # of servers that failed while they joined
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
 
@@ -238,6 +240,8 @@ class ServerPool:
         with self._lock:
             if number not in (self.members if joining else self.joined):
                 return
+            if number in self.joining:
+                self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
             self._move({number})
             left = len(self.members)
         if len(self.servers) > 1:
@@ -290,8 +294,11 @@ class ServerPool:
 
         It begins a new lineage: its unproven samples are lost. For rank 0.
         """
-        away = [n for n in range(len(self.servers)) if n not in self.members]
-        healthy = at_once(lambda n: self.servers[n].healthy(self.BACK_SECONDS), away)
+        members, now = self.members, time.monotonic()
+        away = [n for n in range(len(self.servers)) if n not in members]
+        away = [n for n in away if not members or self._not_before.get(n, 0.0) <= now]
+        seconds = self.BACK_SECONDS if members else 10.0
+        healthy = at_once(lambda n: self.servers[n].healthy(seconds), away)
         back = {n for n, is_healthy in zip(away, healthy) if is_healthy}
         for number in back:
             logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")

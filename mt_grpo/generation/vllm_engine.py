@@ -48,8 +48,9 @@ class VLLM:
 
     def card(self, server: Any) -> dict[str, Any]:
         """The served model: `id` (its name in requests) and `max_model_len`."""
-        keys = "id", "max_model_len"
-        return server.request("GET", "/v1/models", read=lambda answer: {key: answer["data"][0][key] for key in keys})
+        kinds = {"id": str, "max_model_len": int}
+        read = lambda answer: {key: kind(answer["data"][0][key]) for key, kind in kinds.items()}  # noqa: E731
+        return server.request("GET", "/v1/models", read=read)
 
     def version(self, server: Any) -> str:
         """The engine's version."""
@@ -138,7 +139,7 @@ class VLLM:
         """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image."""
         # The load empties the cache of vLLM's worker alone, and the engine ends ("Encoder cache miss", 0.31 and 0.32).
         if server.reads_images:
-            server.request("POST", "/reset_encoder_cache")
+            server.request("POST", "/reset_encoder_cache", read=None)
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`nccl` if the server was started for it and this process has a GPU, otherwise `disk`."""

@@ -202,6 +202,8 @@ class WeightTransfer:
             check_whole(names, expected)
             if self.adapter is not None:
                 self.adapter.save_pretrained(str(folder))
+            for path in folder.iterdir():
+                path.chmod(0o644)  # others than this user may read it where the folder lets them
         except (OSError, SafetensorError) as error:
             raise ServerError(
                 f"The weight push to {self.server.base_url} through {folder or self.sync_dir} failed: {error}. Set "
@@ -211,8 +213,8 @@ class WeightTransfer:
 
     def _own_folder(self, size: int) -> Path:
         """This client's folder, on a disk with room for `size` bytes if there is one. Removes those of killed runs."""
-        if self._folder is not None:
-            return self._folder
+        if self._folder is not None and (self._folder / "lock").exists():
+            return self._folder  # otherwise the system has cleaned its temporary directory
         roots = [Path(self.sync_dir or "/dev/shm"), Path(self.sync_dir or tempfile.gettempdir())]
         roots = [root for root in roots if self.sync_dir or os.access(root, os.W_OK)]
         for folder in (folder for root in roots for folder in root.glob("mt-grpo-weights-*")):
@@ -222,11 +224,12 @@ class WeightTransfer:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(folder)  # which follows no link
         root = next((root for root in roots if shutil.disk_usage(root).free > 1.05 * size), roots[-1])
-        self._folder = Path(tempfile.mkdtemp(prefix="mt-grpo-weights-", dir=root))
-        self._folder_lock = open(self._folder / "lock", "w")
-        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-weights-", dir=root))
+        self._folder_lock = open(folder / "lock", "w")
+        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
         if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
-            self._folder.chmod(0o755)
+            folder.chmod(0o755)
+        self._folder = folder.rename(root / folder.name[1:])
         return self._folder
 
     @staticmethod
@@ -286,7 +289,7 @@ class WeightTransfer:
         self._unload(name)  # of a push of the same version that was lost
         self._loaded[name] = folder  # also where the answer is lost
         load = {"lora_name": name, "lora_path": str(folder)}
-        self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load)
+        self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load, read=None)
         self.server.engine.name_weights(self.server, name)
         for old in list(self._loaded)[: -self.num_adapters]:
             if old not in self.in_use:
@@ -303,7 +306,7 @@ class WeightTransfer:
         if name in self._loaded:
             try:
                 body = {"lora_name": name}
-                self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body)
+                self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body, read=None)
             except ServerLost:
                 raise
             except ServerError:

@@ -433,7 +433,7 @@ def pool_of(
 ) -> ServerPool:
     """The servers that `args` name, one or several, or the one at this host or port."""
     listed = [] if host or port else args.vllm_server_base_url or []
-    urls = [url.strip() for url in (listed.split(",") if isinstance(listed, str) else listed) if url.strip()]
+    urls = [url.strip() for url in (listed.split(",") if isinstance(listed, str) else listed)]
     address = host or args.vllm_server_host, port or args.vllm_server_port
     times = {"timeout": args.vllm_server_timeout, "request_timeout": args.vllm_request_timeout}
     how = {"transport": args.weight_sync, "sync_dir": args.weight_sync_dir, "engine": args.rollout_engine, **times}
@@ -441,6 +441,9 @@ def pool_of(
         client_class(*address, tokenizer, base_url=url, group_port=args.vllm_group_port + number, **how)
         for number, url in enumerate(urls or [None])
     ]
+    # INVARIANT: a push pauses each server once, until all of its weights are there.
+    if "" in urls or len({client.base_url for client in clients}) < len(clients):
+        raise ServerError("vllm_server_base_url has an empty address, or one that is listed twice.")
     if args.vllm_server_base_url:  # `args` are logged and saved with the model; a password must not be
         args.vllm_server_base_url = ",".join(client.base_url for client in clients)
     return ServerPool(clients)

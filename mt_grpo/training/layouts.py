@@ -40,12 +40,15 @@ LARGEST_DIFFERENCE = 1e-3  # of a logprob in float32; in half precision it may b
 def why_not_in_model(model: Any) -> str | None:
     """Why a model would compute other hidden states in a shared row, which holds many conversations; else None.
 
-    These are reasons that the proof's two rows may not show: longer windows, dropout, and images that they lack.
+    These are reasons that the proof's two rows may not show: longer windows, dropout, images that they lack, and
+    layers that mix tokens, whose weights may still be zero.
     """
     model = model.get_base_model() if isinstance(model, PeftModel) else model
-    config = model.config.get_text_config()
-    if config is not model.config and not hasattr(model.base_model, "get_rope_index"):
-        return "it reads images, and its position ids are not those of Qwen's models"
+    config, reads = model.config.get_text_config(), model
+    if config is not model.config:  # what reads the pixels sees each picture by itself
+        reads = getattr(model.base_model, "language_model", None)
+        if reads is None or not hasattr(model.base_model, "get_rope_index"):
+            return "it reads images, and its position ids are not those of Qwen's models"
     layer_types = getattr(config, "layer_types", None)
     if kinds := set(layer_types or ["full_attention"]) - {"full_attention"}:
         return f"it has layers of type {min(kinds)}"
@@ -57,6 +60,10 @@ def why_not_in_model(model: Any) -> str | None:
         return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
     if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
         return f"{type(model).__name__} does not support custom attention functions"
+    for name, module in reads.named_modules():
+        kind = type(module).__name__
+        if hasattr(module, "sinks") or isinstance(module, torch.nn.modules.conv._ConvNd) or "mamba" in kind.lower():
+            return f"it has a layer that mixes tokens otherwise than by attention ({name}: {kind})"
     return None
 
 

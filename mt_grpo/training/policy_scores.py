@@ -97,7 +97,7 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
     INVARIANT: all answers are of the weights that were pushed last, of which `pushed` returns the version. Servers
     that hold others are not asked; if one fails or holds others afterwards, everything is asked again.
     """
-    servers = getattr(client, "servers", [client])
+    servers, turn = getattr(client, "servers", [client]), itertools.count()
 
     def holds(server: Any) -> bool:
         version = pushed()
@@ -107,16 +107,18 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
             return False
 
     def score(server: Any, pair: tuple) -> list[float]:
-        return server.score([*pair[0], *pair[1]], timeout=LONGEST_REQUEST)[-len(pair[1]) :]
+        timeout = min(server.request_timeout, LONGEST_REQUEST)
+        return server.score([*pair[0], *pair[1]], timeout=timeout)[-len(pair[1]) :]
 
     def ask(pairs: list[tuple]) -> dict[tuple, list[float]]:
         problem: Exception | str = "No server holds them."
         for number in range(TRIES):
             time.sleep(PAUSE * bool(number))
             asked = [servers[n] for n in getattr(client, "joined", range(len(servers))) if holds(servers[n])]
+            in_turn = [asked[next(turn) % len(asked)] for _ in pairs if asked]
             try:
                 with ThreadPoolExecutor(AT_ONCE, "mt-grpo-policy") as pool:
-                    found = list(pool.map(score, itertools.cycle(asked), pairs))
+                    found = list(pool.map(score, in_turn, pairs))
             except ServerError as error:
                 problem = error
                 continue

@@ -192,6 +192,8 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
     for kind, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
         for func in funcs:
             name = get_callable_name(func)
+            if isinstance(func, torch.nn.Module):
+                raise ValueError(f"Reward {name} is a model. Write a function that runs it, or asks it over HTTP.")
             if sum(func is other for other in funcs) > 1:
                 raise ValueError(f"{kind}_REWARD_FUNCS lists {name} twice. Set {kind.lower()}_reward_weights instead.")
             if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
@@ -328,7 +330,8 @@ def named_errors(func: Callable, timeout: float) -> Iterator[None]:
         ) from None
     except Exception as error:
         place = where_raised(func, error)
-        raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)} ({place})") from error
+        cause = None if isinstance(error, StopIteration) else error  # which a context manager would raise again
+        raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)} ({place})") from cause
 
 
 def where_raised(func: Callable, error: BaseException) -> str:

@@ -80,11 +80,13 @@ def check_text(rollout: Rollout, record: Record, env: Any, strict: bool) -> list
         # The template ends a message that the next turn continues.
         if own == (other[: len(own)] if goes_on else other):
             continue
-        if any(rewrites(turn, written, form) for turn in turns):
+        k = len(os.path.commonprefix([own, other]))
+        ends = [*itertools.accumulate(len(form(text)) for _, text in pieces)]
+        lead = len(form(written._lead))  # what the generation prompt writes of a turn may be rewritten with it
+        begun = sum(end - lead <= k for end in ends[0:-1:2])  # turns before the difference, or with it
+        if any(rewrites(turn, written, form) for turn in turns[:begun]):
             logger.debug("The chat template rewrites earlier turns. What comes after them is not compared.")
             return None
-        k = len(os.path.commonprefix([own, other]))
-        ends = itertools.accumulate(len(form(text)) for _, text in pieces)
         place = next((name for end, (name, _) in zip(ends, pieces) if k < end), pieces[-1][0])
         shown = f"{own[max(k - 20, 0) : k + 20]!r}, rendered {other[max(k - 20, 0) : k + 20]!r}"
         return [Difference("text", kind, place, shown)]
@@ -94,9 +96,10 @@ def check_text(rollout: Rollout, record: Record, env: Any, strict: bool) -> list
 def rewrites(turn: Turn, written: ChatFormat, form: Callable[[str], str]) -> bool:
     """Whether the template changes an earlier turn, such as its thinking, which small conversations show."""
     read = turn.messages or [ASK]
+    own = turn.text if turn.finish_reason == "length" else written.text(turn.token_ids)  # cut at a control token
     text = written.text(turn.token_ids) + (turn.continuation or "")
     for messages in [read] if any(message["role"] == "user" for message in read) else [read, [*read, ASK]]:
-        conversation = with_turns([ASK], [dataclasses.replace(turn, messages=messages)])
+        conversation = with_turns([ASK], [dataclasses.replace(turn, messages=messages, text=own)])
         try:
             arguments = {**written.prompt(conversation, {}), "tokenize": False}
             expected = written._render([ASK]) + text + written.suffix(turn.calls, messages)
@@ -126,7 +129,7 @@ def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, fl
             )
     counts = gather_object([[(sum(map(bool, each)), len(each)) for each in found]])  # (ranks, checks)
     sums = [[*map(sum, zip(*of_ranks))] for of_ranks in zip(*counts)]
-    return {f"tokens/{check}_differ": n / max(1, compared) for check, (n, compared) in zip(CHECKS, sums)}
+    return {f"tokens/{check}_differ": n / compared for check, (n, compared) in zip(CHECKS, sums) if compared}
 
 
 def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[list[list[Difference]], list[list[Difference]]]:

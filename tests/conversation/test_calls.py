@@ -219,8 +219,8 @@ def test_a_model_is_given_with_what_it_adds():
     [
         (Colour, "blue", "Colour, got 'blue': Input should be 'red' or 'green'. "),
         (tuple[int, str], ["1", "a"], "tuple[int, str], got '1' at where[0]: Input should be a valid integer. "),
-        (tuple[int, str], [1], "tuple[int, str], got [1] at where[1]: Field required. "),
-        (Place, {"nam": "x"}, "Place, got {'nam': 'x'} at where['name']: Field required. "),
+        (tuple[int, str], [1], "tuple[int, str], got nothing at where[1]: Field required. "),
+        (Place, {"nam": "x"}, "Place, got nothing at where['name']: Field required. "),
         (
             Town | list[Town],
             [{"name": "x"}, {"name": 7}],

@@ -619,9 +619,12 @@ def test_a_list_of_calls_in_python(name):
             ToolCall("add", {"a": 1, "b": text}),
             ToolCall("add", {"b": ""}),
         ]
-    calls = split("get-weather(city='x'), fs.read(a=true), import(a=None), a:b/c(a=-1.5)")
-    assert [call.name for call in calls] == ["get-weather", "fs.read", "import", "a:b/c"]
-    assert [call.arguments for call in calls] == [{"city": "x"}, {"a": True}, {"a": None}, {"a": -1.5}]
+    calls = split("get-weather(city='x'), fs.read(a=true), add(a=null, b=-1.5)")
+    assert [call.name for call in calls] == ["get-weather", "fs.read", "add"]
+    assert [call.arguments for call in calls] == [{"city": "x"}, {"a": True}, {"a": None, "b": -1.5}]
+    code = "print('f(x)', true)  # it's\n"
+    assert split(f'run(code="""{code}""")') == [ToolCall("run", {"code": code})]
+    assert split("add(a=1), t0 (b=2)")[0].error and split("add(a=1), (t0)(b=2)")[0].error
     broken = (
         "add(a=1), add(2)|plan(get(1), add(a=9))|say(b='it's'), add(a=9)|1, 2||add(a={1})|add(**{'a': 1})|add(a=b)"
     )

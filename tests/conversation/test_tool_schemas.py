@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import datetime
 import enum
+import functools
 import inspect
 import json
 import random
@@ -26,6 +28,8 @@ from typing_extensions import TypedDict
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import (
+    as_tool,
+    check_schema,
     check_tool,
     describe_tools,
     parameters_schema,
@@ -503,3 +507,35 @@ def test_a_type_that_takes_none_is_not_written_twice():
     (schema,) = tool_schema("tool", tool)["function"]["parameters"]["properties"].values()
     assert schema == {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "the x", "default": None}
     assert str(signature_of(tool)) == "(x: str | None = None)"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_schema_that_is_let_in_reads_every_value(seed):
+    """An agent's tools have any schema: what cannot be read by it is refused before a turn is, or ends the run."""
+    rng = random.Random(seed)
+
+    def anything(level=0):
+        some = [None, True, False, 5, "x", "string", "integer", [], {}, ["integer", "null"], [{}], [5]]
+        if level > 3 or rng.random() < 0.3:
+            return rng.choice(some)
+        if rng.random() < 0.3:
+            return [anything(level + 1) for _ in range(2)]
+        keys = ("type", "anyOf", "oneOf", "enum", "const", "nullable", "items", "properties", "additionalProperties")
+        return {key: anything(level + 1) for key in rng.sample(keys, 3)}
+
+    schemas = [{"type": 5}, {"anyOf": None}, {"anyOf": [True]}, *(anything() for _ in range(300))]
+    read = 0
+    for schema in schemas:
+        try:
+            check_schema({"properties": {"a": schema}})
+        except ValueError:
+            continue
+        read += 1
+        for text in ("5", "null", "a b", "[1]", '{"b": 1}', "[" * 3000):
+            typed(text, schema if isinstance(schema, dict) else {})
+            with contextlib.suppress(ValueError):  # Python has fewer types
+                as_tool(types.SimpleNamespace(name="f", schema={"parameters": {"properties": {"a": schema}}}, run=len))
+    assert read > 10
+    deep = functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(62), {})
+    check_schema({"properties": {"a": deep}})
+    typed("5", deep)

@@ -85,7 +85,7 @@ def forget_as_a_restart_does(server, trainer, index):
     client = trainer.client.servers[index]
     for number in versions(server, trainer):
         name = {"lora_name": f"{trainer.client.instance}-{number}"}
-        client.request("POST", "/v1/unload_lora_adapter", json=name)
+        client.request("POST", "/v1/unload_lora_adapter", json=name, read=None)
     client.request("POST", "/update_weight_version", json={"new_version": "default"})
 
 

@@ -122,8 +122,8 @@ def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it(folder):
     for size in ((1, 1), (3, 40), (200, 90), (61, 59), (300, 2)):
         picture = tokenizer.pictures.read(vision_model.picture(1, size), "")
         assert picture.image.size == tuple(28 * side for side in reversed(picture.grid))
-        again, size = tokenizer.pictures.process(picture.image)
-        assert size == picture.image.size
+        again = tokenizer.pictures.processor(images=[picture.image], return_tensors="pt")
+        assert tuple(again["image_grid_thw"][0, 1:].tolist()) == tuple(2 * side for side in picture.grid)
         assert torch.equal(again["pixel_values"], picture.features["pixel_values"])
 
 

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -242,6 +243,16 @@ def test_an_error_of_trls_client_is_a_lost_server(nccl, servers, monkeypatch):
     with pytest.raises(ServerLost, match="did not take the weights: division by zero"):
         push(client, "v-2")
     assert servers[0].version == "loading-v-2"  # which nobody takes for right weights
+
+
+def test_a_server_of_another_user_may_read_the_files(servers, tmp_path):
+    """And a folder that the system has cleaned is made again."""
+    transfer = VLLMServerClient(base_url=servers[0].url, sync_dir=str(tmp_path)).transfer
+    for _ in range(2):
+        folder, _ = transfer._write(iter([("a", torch.zeros(2))]), "v-1", None)
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+        assert folder.parent.stat().st_mode & 0o777 == 0o755
+        shutil.rmtree(folder.parent)
 
 
 def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path, monkeypatch):

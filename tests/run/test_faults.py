@@ -628,6 +628,7 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
     assert kinds["first"] > 0 and kinds["later"] > 0
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path):
     """Stopped after three batches and resumed without `admit`, it trains every prompt of the epoch once."""
@@ -761,11 +762,12 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call, arguments", [
     (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
-    pytest.param(6, ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split", "test[:2]",
-                     "--per_device_eval_batch_size", "8"], marks=pytest.mark.slow),
-    pytest.param(3, ["--dataset_size", "2", "--save_only_model", "true"], marks=pytest.mark.slow),
+    (6, ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split", "test[:2]",
+                     "--per_device_eval_batch_size", "8"]),
+    (3, ["--dataset_size", "2", "--save_only_model", "true"]),
 ], ids=["second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip
 def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):
     """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""

@@ -295,7 +295,7 @@ def test_a_server_is_evaluated_and_conversations_are_shown(monkeypatch, random_m
     assert ev.transcript(broken) == "    ended  environment_error; no board"
     (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
     parsed[0].reward_fn = str(tmp_path / "raises.py")
-    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data, counted from 0\)"):
+    with pytest.raises(RuntimeError, match=r"Reward no raised ZeroDivisionError.*raises.py, line 2"):
         ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 

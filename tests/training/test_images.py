@@ -217,8 +217,9 @@ def test_what_a_tool_returns(tokenizer):
         assert as_result(found, tokenizer.pictures).text == json.dumps(found)
     with pytest.raises(ValueError, match="the tool's result: the image cannot be read"):
         as_result([image, {"type": "image", "image": "/etc/passwd"}], tokenizer.pictures)
-    with pytest.raises(TypeError, match="returned Image, which is no data"):
-        as_result(image)
+    for shown in (image, [image], {"type": "image", "image": {"bytes": b"PNG"}}):
+        with pytest.raises(ValueError, match="returned an image, and this run's model reads text alone"):
+            as_result(shown)
 
 
 def test_ids_are_those_of_the_chat_template_with_a_placeholder_for_each_token(folder, tokenizer):

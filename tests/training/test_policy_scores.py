@@ -127,7 +127,7 @@ def test_an_adapter_and_sharded_weights_are_refused():
 class Server:
     """Answers its number for every id, holds a version, and may be lost or restart."""
 
-    adapter, lineage = None, "boot"
+    adapter, lineage, request_timeout = None, "boot", 600.0
 
     def __init__(self, number, version="3"):
         self.number, self.version, self.lost, self.asked = number, version, False, 0

@@ -167,6 +167,12 @@ def test_a_model_that_cannot_share_says_why(name):
     assert found is not None and expected in found
 
 
+def test_a_layer_that_mixes_tokens_is_found_while_its_weights_are_zero():
+    model = make(SHARES["qwen3"])
+    model.base_model.layers[0].mlp.mixing = torch.nn.Conv1d(4, 4, 3)
+    assert "mixes tokens otherwise than by attention (model.layers.0.mlp.mixing" in why_not_in_model(model)
+
+
 def test_an_adapter_or_an_attention_that_cannot_share_says_why():
     model = make(SHARES["llama"])
     with_dropout = get_peft_model(make(SHARES["llama"]), LoraConfig(target_modules=["q_proj"], lora_dropout=0.05))

@@ -231,10 +231,10 @@ class ChatFormat:
             return json.dumps
         return dict
 
-    def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _with_arguments(self, call: Any) -> Any:
         """Convert a call's arguments, which are text in OpenAI's API, to the form that the chat template takes."""
-        function = call.get("function") or call
-        arguments = function.get("arguments")
+        function = (call.get("function") or call) if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
         read = load_json(arguments)[0] if isinstance(arguments, str) else arguments
         if not isinstance(read, dict):
             return call

@@ -80,8 +80,8 @@ class CallSyntax:
 IN_TAGS = "arguments", "several calls in one <tool_call>; write one <tool_call> for each"
 TOOL_CALL = "<tool_call>", "</tool_call>"
 HERMES = CallSyntax("hermes (Qwen 2.5, Qwen 3)", *TOOL_CALL, lambda body, *_: [parse_call(body, *IN_TAGS)])
-NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
-GET_TOTAL = {"type": "function", "function": {"name": "get_total", "description": "A.", "parameters": NO_PARAMETERS}}
+NUMBER = {"type": "object", "properties": {"first": {"type": "integer", "description": "A."}}, "required": ["first"]}
+GET_TOTAL = {"type": "function", "function": {"name": "get_total", "description": "A.", "parameters": NUMBER}}
 
 
 class HermesFormat(ChatFormat):
@@ -247,7 +247,8 @@ def accepts(schema: Any, value: Any) -> bool:
     choices = [schema["const"]] if "const" in schema else schema.get("enum", [value])
     chosen, kinds = any(each == value and type(each) is type(value) for each in choices), schema.get("type")
     options = schema.get("anyOf") or schema.get("oneOf") or [True]
-    fits = not kinds or KINDS[type(value)].intersection([kinds] if isinstance(kinds, str) else kinds)
+    own = KINDS[type(value)] - ({"integer"} if isinstance(value, float) and not value.is_integer() else set())
+    fits = not kinds or own.intersection([kinds] if isinstance(kinds, str) else kinds)
     fits = fits and any(accepts(option, value) for option in options)
     return chosen and bool(fits or (value is None and schema.get("nullable")))
 
@@ -282,8 +283,8 @@ def typed_arguments(name: str, tools: dict[str, Callable], pairs: list[tuple[str
     """The arguments of a tool's call from the texts of (key, value), as its parameters take them."""
     described = tool_schema(name, tools[name])["function"].get("parameters") if name in tools else None
     properties, _, further = parts_of_schema(described)
-    further = further if isinstance(further, dict) else {}
-    return {key: typed(text, properties.get(key, further)) for key, text in pairs}
+    schemas = {key: properties.get(key, further) for key, _ in pairs}  # true and false say nothing of a type
+    return {key: typed(text, schemas[key] if isinstance(schemas[key], dict) else {}) for key, text in pairs}
 
 
 def read_tags(header: str, argument: str) -> Reader:
@@ -329,49 +330,64 @@ def read_gemma(body: str, name: str | None, tools: dict[str, Callable]) -> list[
 
 
 # INVARIANT: no pattern looks far from each of many places, or one turn of repetitions stops all conversations.
-PYTHON = r"""'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?|(?<![\w.:/-])[\w.:/-]+(?=\()|\b(?:true|false|null)\b"""
-RAW_TEXT = r"""=\s*'[^']*'?|=\s*"[^"]*"?"""
-JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
+class JsonNames(ast.NodeTransformer):
+    """Replace the words of JSON by True, False and None of Python."""
 
-
-def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
-    r"""The calls in `[tool(key='value'), ...]`, which is parsed and never run; None if the text is anything else.
-
-    `raw`: an argument that is text has no escapes.
-
-    >>> [python_calls(r"[look(path='C:\new')]", raw)[0].arguments["path"] for raw in (True, False)]
-    ['C:\\new', 'C:\new']
-    """
-    names = []
-
-    def to_python(found: re.Match) -> str:
-        part = found[0]
-        if part[0] in "='\"":
-            return part.replace("\\", "\\\\").replace("\n", "\\n") if part[0] == "=" else part
-        if part in JSON_WORDS:
-            return JSON_WORDS[part]
-        names.append(part)  # Python does not take all names of tools
-        return f"_{len(names) - 1}"
-
-    try:
-        source = re.sub(f"{RAW_TEXT}|{PYTHON}" if raw else PYTHON, to_python, text, flags=re.DOTALL)
-        tree = ast.parse(source, mode="eval").body
-        calls = []
-        for node in tree.elts if isinstance(tree, ast.List) else [tree]:
-            arguments = {each.arg: ast.literal_eval(each.value) for each in node.keywords}
-            json.dumps(arguments)  # sets, bytes, ...: no call in JSON could hold them
-            if node.args or None in arguments:
-                return None
-            calls.append(ToolCall(names[int(node.func.id[1:])], arguments))
-        return calls or None
-    except (SyntaxError, ValueError, TypeError, AttributeError, IndexError, RecursionError, MemoryError):
-        return None
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
 
 
 def read_python(raw: bool) -> Reader:
-    """A reader of calls in Python, as LFM2 writes them. `raw`: where the template escapes nothing in a text."""
+    """A reader of `[tool(key='value'), ...]`, as LFM2 writes calls. `raw`: where the template escapes no backslash."""
     unreadable = ToolCall(None, {}, UNREADABLE_CALL)
     return lambda body, name, tools: python_calls(body.strip(), raw) or [unreadable]
+
+
+def python_value(node: ast.expr, source: str, doubled: bool) -> Any:
+    """The value of an argument. In a list or a dict the templates escape what they write, so `doubled` is undone."""
+    if doubled and not isinstance(node, ast.Constant):
+        node = ast.parse(ast.get_source_segment(source, node).replace("\\\\", "\\"), mode="eval").body
+    return ast.literal_eval(JsonNames().visit(node))
+
+
+def python_call(text: str, escaped: bool) -> ToolCall:
+    """The call `tool(key=value, ...)`, of which nothing is run. Python need not take the tool's name."""
+    name = re.match(r"[\w.:/-]+(?=\()", text)[0]
+    source = f"call{text[len(name) :]}"
+    node = ast.parse(source, mode="eval").body
+    arguments = {each.arg: python_value(each.value, source, escaped) for each in node.keywords}
+    json.dumps(arguments)  # sets, bytes, ...: no call in JSON could hold them
+    if node.args or None in arguments or not isinstance(node.func, ast.Name):
+        raise ValueError("only arguments with names can be passed")
+    return ToolCall(name, arguments)
+
+
+def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
+    r"""The calls in `[tool(key='value'), ...]`, or a single call without brackets; None if the text is anything else.
+
+    >>> [python_calls(r"[look(path='C:\new')]", raw)[0].arguments["path"] for raw in (True, False)]
+    ['C:\\new', 'C:\new']
+    >>> python_calls(r"fs.look(path='C:\new', of='a\'b')", True)  # the escape of one costs the other nothing
+    [ToolCall(name='fs.look', arguments={'path': 'C:\\new', 'of': "a'b"}, error=None)]
+    """
+    text = re.sub("\r\n?", "\n", text)  # as Python reads it
+    kept = re.sub(r"\\(?!['\"])", r"\\\\", text)  # those that escape no quote
+    texts = [text.replace("\\", "\\\\"), kept, text] if raw else [text]
+    # No template escapes the ends of lines.
+    for escaped, source in [(each != text, s) for each in texts for s in (each, each.replace("\n", "\\n"))]:
+        try:
+            if not source.startswith("["):
+                return [python_call(source, escaped)]
+            parts, data = ast.parse(source, mode="eval").body.elts, source.encode()
+            # INVARIANT: linear in the length, unlike `ast.get_source_segment` for each part.
+            lines = [0, *(found.end() for found in re.finditer(b"\n", data))]
+            ends = [(lines[p.lineno - 1] + p.col_offset, lines[p.end_lineno - 1] + p.end_col_offset) for p in parts]
+            if parts:
+                return [python_call(data[start:end].decode(), escaped) for start, end in ends]
+        except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+            continue
+    return None
 
 
 FUNCTION = r"<function=([^\n>]+)>((?:(?!</function>).)*)(?:</function>)?"

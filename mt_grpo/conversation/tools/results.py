@@ -106,6 +106,8 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
         if (read := read_result(result, reader)) is not None:
             return ToolResult(read[0], pictures=tuple(read[1]))
     for part in result if isinstance(result, list) else [result]:
-        if isinstance(part, dict) and part.get("type") == "image" and isinstance(part.get("image"), bytes):
+        image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
+        image = image.get("bytes") if isinstance(image, dict) else image
+        if hasattr(image, "getbands") or (image is not part and isinstance(image, (bytes, bytearray))):
             raise ValueError("the tool returned an image, and this run's model reads text alone")  # and no bytes of it
     return ToolResult(as_text(result))

@@ -162,6 +162,11 @@ def error_text(error: BaseException) -> str:
         return name
 
 
+async def awaited(result: Awaitable) -> Any:
+    """The result of an awaitable, which need not be a coroutine."""
+    return await result
+
+
 def serve(path: str) -> None:
     """Import a tools file and answer calls, one JSON line each, until the input ends: the work of a tool's process."""
     if sys.platform == "linux":
@@ -178,9 +183,10 @@ def serve(path: str) -> None:
         try:
             index, arguments = json.loads(line)
             result = tools[index](**read_arguments(tools[index], arguments))
-            result = asyncio.run(result) if inspect.isawaitable(result) else result
+            result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
             result = result if isinstance(result, ToolResult) else ToolResult(result)
-            sent = {"text": result.text, "reward": result.reward, "error": result.error}
+            reward = None if result.reward is None else float(result.reward)
+            sent = {"text": result.text, "reward": reward, "error": result.error}
             if len(answer := json.dumps(sent, default=as_sent)) > LONGEST_ANSWER:
                 raise ValueError("the result is longer than 16 MiB")
         except BaseException as error:
@@ -250,8 +256,10 @@ class ToolProcesses:
 
     async def _call(self, process: asyncio.subprocess.Process, index: int, /, **arguments: Any) -> Any:
         process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
-        answer = json.loads(await self._line(process), object_hook=as_received)
+        line = await self._line(process)
         self._idle[asyncio.get_running_loop()].append(process)
+        # In a thread: a long result, or an image, takes a second.
+        answer = await asyncio.to_thread(json.loads, line, object_hook=as_received)
         if "raised" in answer:
             raise RuntimeError(answer["raised"])
         return ToolResult(**answer)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
 from mt_grpo.base.errors import error_line
@@ -298,6 +298,26 @@ def check_tool(tool: Callable) -> None:
         ) from error
 
 
+class JsonSchema(BaseModel, extra="allow"):
+    """What is read of a JSON schema that is not our own. What it says beyond that is only shown to the model."""
+
+    type: str | list[str] = []
+    enum: list[Any] = []
+    required: list[str] = []
+    properties: dict[str, bool | JsonSchema] = {}
+    additionalProperties: bool | JsonSchema | None = None
+    anyOf: list[bool | JsonSchema] = []
+    oneOf: list[bool | JsonSchema] = []
+
+
+def check_schema(schema: Any) -> None:
+    """Raise `ValueError` unless this can be read as the JSON schema of a tool's parameters; None: it has none."""
+    try:
+        JsonSchema.model_validate(schema or {})
+    except (ValidationError, RecursionError) as error:
+        raise ValueError(f"no JSON schema of parameters: {error_line(error)}") from None
+
+
 def as_tool(tool: Any) -> Callable:
     """Convert a tool to a function. A function is returned unchanged.
 
@@ -311,6 +331,7 @@ def as_tool(tool: Any) -> Callable:
     made.__name__ = made.__qualname__ = tool.name
     try:
         made.json_schema = function = {**schema.get("function", schema), "name": tool.name}
+        check_schema(function.get("parameters"))
         made.shown_signature = shown_signature(function.get("parameters"))
         properties = parts_of_schema(function.get("parameters"))[0].items()
         described = {name: each for name, each in properties if isinstance(each, dict) and each.get("description")}
@@ -427,7 +448,8 @@ def read_arguments(tool: Callable, written: dict[str, Any]) -> dict[str, Any]:
             # The option of a union that fits best is the one whose error is deepest inside the value.
             wrong = max(error.errors(), key=lambda each: len(each["loc"]))
             where = f" at {name}{''.join(f'[{key!r}]' for key in wrong['loc'])}" if wrong["loc"] else ""
-            words = f"got {wrong['input']!r:.80}{where}: {wrong['msg'].rstrip('.')}"
+            got = "nothing" if wrong["type"] == "missing" else f"{wrong['input']!r:.80}"
+            words = f"got {got}{where}: {wrong['msg'].rstrip('.')}"
             raise ValueError(f"argument {name!r} must be {type_name(reader.hint)}, {words}") from error
         except (Exception, SystemExit) as error:  # a validator may raise anything
             words = f"whose check raised {error_line(error)}"

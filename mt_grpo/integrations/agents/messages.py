@@ -9,6 +9,7 @@ from typing import Any
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.rows import is_nested
+from mt_grpo.conversation.tools.signature import check_schema
 from mt_grpo.images.pictures import Picture, mark_of, marks_replaced
 from mt_grpo.rollout import Message
 
@@ -224,9 +225,10 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
         if "function" not in tool:
             tool = {"type": "function", "function": {key: v for key, v in tool.items() if key != "type"}}
         expect(expect(tool["function"], dict, "tools").get("name"), str, "tools")
-        parameters = expect(tool["function"].get("parameters") or {}, dict, "tools")
-        for schema in expect(parameters.get("properties") or {}, dict, "tools").values():
-            expect(schema, dict, "tools")
+        try:
+            check_schema(tool["function"].get("parameters"))
+        except ValueError as error:
+            raise refuse("tools", f"{error}.") from None
         tools_read.append(tool)
     names = [tool["function"]["name"] for tool in tools_read]
     if len(set(names)) < len(names):  # the model would be shown one of them, and a program would run another

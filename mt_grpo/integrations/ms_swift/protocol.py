@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from mt_grpo.conversation.tools.signature import check_schema
 from mt_grpo.images.pictures import uri_or_str
 
 Messages = list[dict[str, Any]]
@@ -189,7 +190,10 @@ def listed_tools(tools: Any) -> list[dict[str, Any]]:
     [{'type': 'function', 'function': {'name': 'f'}}]
     """
     tools = json.loads(tools) if isinstance(tools, str) and tools else tools or []
-    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    for tool in tools:
+        check_schema((tool.get("function") or tool).get("parameters"))
+    return tools
 
 
 def remove_response(messages: Messages) -> str | None:
