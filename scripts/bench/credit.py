@@ -449,7 +449,7 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(f"error: --decisive {decisive}, expected the number of one of {decoys + 1} calls, from 0.")
         tasks = [add_bifurcation(decisive, decoys)]
     if not options.report:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; finished runs are kept"))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # workers end with it; finished runs are kept
         run_all(make_jobs(tasks, options.methods, options.seeds), options.jobs)
     report()
 
