@@ -41,10 +41,7 @@ async def run_on_thread(coroutine: Coroutine, thread: str) -> Any:
 
 
 def run_async(coroutine: Coroutine, timeout: float | None = None, thread: str = LOOP_THREAD) -> Any:
-    """Run a coroutine on the event loop of another thread and wait for its result. An interrupted wait cancels it.
-
-    Raises `TimeoutError` after `timeout` seconds, also if the loop is blocked.
-    """
+    """Run a coroutine on another thread's loop, and wait up to `timeout` seconds. An interruption cancels it."""
     if threading.current_thread().name == thread:  # which would wait for itself
         coroutine.close()
         raise RuntimeError("generate, step and chat block this event loop. In an async tool, await converse instead.")
@@ -68,10 +65,9 @@ async def gather_all(coroutines: list[Awaitable]) -> list:
 
 def at_once(function: Callable[[Any], Any], items: list) -> list:
     """The results of `function` for all items, in threads of their own."""
-    if len(items) == 1:  # in this thread, where an interruption ends it
-        return [function(items[0])]
     with concurrent.futures.ThreadPoolExecutor(max(len(items), 1)) as threads:
-        return list(threads.map(function, items))
+        # A single one runs in this thread, where an interruption ends it.
+        return list(threads.map(function, items)) if len(items) > 1 else list(map(function, items))
 
 
 def allow_many_open_files() -> None:

@@ -14,14 +14,9 @@ from mt_grpo.base.errors import RunError, RunStopped, ServerError, ServerLost, e
 def raise_on_all_ranks(
     error: Exception | None, what: str, step: int, stopped: int | None = None, counts: tuple[int, ...] = ()
 ) -> list[int]:
-    """Raise `RunStopped` on all ranks if any rank got a signal, or `RunError` if any rank failed. Collective.
+    """Raise `RunStopped` on all ranks if any rank got a signal (`stopped`), or `RunError` if any failed. Collective.
 
-    Every rank calls it after work that can fail on a single rank. Returns `counts`, summed over the ranks.
-
-    Args:
-        error: The error of this rank; None if it has none.
-        what, step: The name of the work, such as `Rollouts`, and the optimizer step, for the message.
-        stopped: The number of the signal that this rank got; None if it got none.
+    Every rank calls it after work (`what`) that can fail on a single one. Returns `counts`, summed over the ranks.
     """
     text = error and f"rank {PartialState().process_index}: {error_line(error)}"
     texts, signals, numbers = zip(*gather_object([(text, stopped, counts)]))
@@ -33,10 +28,7 @@ def raise_on_all_ranks(
 
 
 def on_main_process(function: Callable[[], Any]) -> Any:
-    """Run `function` on rank 0. Collective.
-
-    Every rank returns its result, or raises its error as `ServerError` (`ServerLost` stays `ServerLost`).
-    """
+    """Run `function` on rank 0. Every rank returns its result, or raises its error as `ServerError`. Collective."""
     outcome: list[Any] = [None, None]  # result, error
     if PartialState().is_main_process:
         try:

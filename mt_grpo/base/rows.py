@@ -121,9 +121,6 @@ def rows_for_trl(rows: list[DataRow]) -> list[DataRow]:
     ]
 
 
-# Values as JSON, and images among them.
-
-
 def json_text(value: Any, **options: Any) -> str:
     """A value as JSON that every reader takes: NaN and infinities, which JSON does not have, become null."""
     # Python writes them as constants, and `parse_constant` is called for each, at every depth.

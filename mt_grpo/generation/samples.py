@@ -182,9 +182,7 @@ def number_of_version(name: str) -> int | None:
 
 
 def continues(held: str | None, version: str, lineage: int) -> bool | None:
-    """Whether a server that reports `held` had only weights of this run since `version` was pushed to it.
-
-    None: it cannot be told before the end of a push, of which rank 0 may know a restart; or `held` is None.
+    """Whether a server that reports `held` had only weights of this run since `version`; None: it cannot be told yet.
 
     >>> continues("3f2a-7", "3f2a-7", 0), continues("3f2a-9", "3f2a-7", 0), continues("3f2a-6", "3f2a-7", 0)
     (True, True, False)

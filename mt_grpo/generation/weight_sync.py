@@ -28,11 +28,8 @@ logger = logging.getLogger(__name__)
 class WeightSync:
     """Keeps the servers' weights equal to the policy's. `sync` is collective: all ranks call it.
 
-    Args:
-        servers, model: The servers, and the policy as the trainer trains it (wrapped, sharded or with adapters).
-        probe_ids: Token ids whose logprobs are compared, (T,).
-        num_adapters: How many adapters conversations in flight may name, if the policy's LoRA is pushed alone.
-        scores: Whether reward functions ask the servers, which score without an adapter.
+    `probe_ids` are token ids whose logprobs are compared, (T,). `num_adapters` is how many adapters conversations in
+    flight may name. `scores` says whether reward functions ask the servers, which score without an adapter.
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
@@ -62,9 +59,7 @@ class WeightSync:
         """Push the weights under the name `version`, and check at every `CHECK_EVERY`-th push that they arrived.
 
         Conversations may run meanwhile: their requests wait, and go on with the new weights. Those that name an
-        adapter end with it. Only rank 0 calls the servers, and its result or error is broadcast, which is a barrier:
-        no rank samples before the push is over.
-
+        adapter end with it. Only rank 0 calls the servers, and its result or error is broadcast, which is a barrier.
         While servers are away, `stop_requested` says whether this rank got a signal, and `stop_if_requested` raises if
         any rank did. Returns metrics. Raises `ServerError` if the push failed or the weights did not arrive.
         """

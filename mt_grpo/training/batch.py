@@ -148,9 +148,6 @@ def unused_rewards(names: list[str], batches: list[Batch]) -> list[str]:
     return [name for name, n, m in zip(names, given, moved) if n and not m]
 
 
-# -- the records of rollouts that the loss reads, one row each --
-
-
 def trained_records(rollout: Rollout) -> list[Record]:
     """The records of a rollout that are trained, or one empty record if there is none or the environment failed."""
     records = [] if rollout.failed else [r for r in rollout.records if any(turn.trained for turn in r.turns)]
@@ -227,9 +224,6 @@ def compares_tokens(args: Any) -> list[str]:
 def most_of_ranks(number: int, accelerator: Any) -> int:
     """The largest of the ranks' numbers. Collective."""
     return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
-
-
-# -- rows of unequal length as tensors, and statistics without NaN --
 
 
 def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:

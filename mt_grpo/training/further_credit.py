@@ -161,9 +161,6 @@ credit_estimator("zero_sum", zero_sum_advantages, reads=("turn_advantage_coef",)
 credit_estimator("progress_credit", progress_credit_advantages, reads=("turn_advantage_coef", "turn_discount"))
 
 
-# -- the advantages of a batch --
-
-
 def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: float) -> None:
     """Raise `RunError` where float32 cannot compare the rewards: what overflows can vanish, or poison every weight.
 

@@ -126,8 +126,7 @@ class Layout:
             `trl`: TRL's micro-batches. `reason` says why it is not `shared`.
         proof: The largest difference of a logprob from that of TRL's rows; None before it is proven.
         waits: Whether rows are `padded` only until a batch has two rows of one prompt, which prove `shared`.
-        begun: The last pass of the current training step, None before its first one.
-        pictures: The images of the trained batch: tensors do not hold them, and its rollouts are dropped before it.
+        pictures: The images of the trained batch, which its tensors do not hold.
     """
 
     def __init__(self, trainer: Any, own_methods: type):

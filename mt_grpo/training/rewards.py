@@ -275,9 +275,6 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
     return turn_funcs, [*(of_class(cls) for cls in classes if hasattr(cls, "get_reward")), *further]
 
 
-# -- the arguments of reward functions --
-
-
 def own_copy(value: Any) -> Any:
     """A deep copy of lists, dicts, rows, tuples, turns, calls and images. Other objects are not copied."""
     kind = type(value)
