@@ -5,20 +5,18 @@
     python scripts/bench/credit.py --tasks bifurcation --decisive 0 --decoys 2   # another turn, fewer decoys
     python scripts/bench/credit.py --report            # only the pictures and the tables, from the results file
 
-Tasks: `chain`, three or four calls, each on the last result, from a model that answers one problem in nine right;
-`sparse`, the same from a model that answers fewer than one in fifty right, with exact match as its only outcome;
-`hops`, one or two searches in an encyclopedia, with the rewards for TriviaQA; `bifurcation`, four calls of which one
-early call decides the outcome while the others are decoys with rewards of their own (bench/bifurcation.py).
+Tasks: `chain`, three or four calls, each on the last result; `sparse`, the same from a model that answers fewer than
+one in fifty right, with exact match as its only outcome; `hops`, one or two searches in an encyclopedia, with the
+rewards for TriviaQA; `bifurcation`, where one early call decides and the others are decoys (bench/bifurcation.py).
 `lengths`: the task `chain` with `outcome`, by `loss_type`: how long failed rollouts become.
 
-All methods of a task have the same model, rewards, seeds, learning rate, batches and sampled tokens: a run ends with
-the step that reaches the task's number of sampled tokens. The learning rates are those of the recipes, and no method's
-was searched for. Resumable: each finished run is at once a row of docs/results/credit.json, with the commit that made
-it, and is not run again: delete its row for that. `sparse` and `bifurcation` compare `outcome`, `merged` and `mt_grpo`
-on 15 seeds; everything else has five.
+All methods of a task have the same model, rewards, seeds, learning rate, batches and sampled tokens. Resumable: each
+finished run is at once a row of docs/results/credit.json, with the commit that made it, and is not run again: delete
+its row for that. `sparse` and `bifurcation` compare three methods on 15 seeds; everything else has five.
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -103,7 +101,8 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     trainer.add_callback(end_at(settings["tokens"], recipe[1].per_device_train_batch_size))
     trainer.train()
     logs = [log for log in trainer.state.log_history if "reward" in log]
-    tokens = cumulated([log["completions/mean_length"] * recipe[1].per_device_train_batch_size for log in logs])
+    size = recipe[1].per_device_train_batch_size
+    tokens = list(itertools.accumulate(log["completions/mean_length"] * size for log in logs))
     values = smoothed([log[f"rewards/{outcome}/mean"] for log in logs])
     trainer.model.eval()
     how = {"tokenizer": trainer.processing_class, "progress": False, "batch_size": NUM_PROBLEMS}
@@ -159,21 +158,8 @@ def sampled_length(conversation: dict[str, Any], tokenizer: Any) -> int:
     return sum(len(tokenizer(text)["input_ids"]) for text in texts)
 
 
-def cumulated(values: list[float]) -> list[float]:
-    """Running sums.
-
-    >>> cumulated([1.0, 2.0, 3.0])
-    [1.0, 3.0, 6.0]
-    """
-    return [sum(values[: i + 1]) for i in range(len(values))]
-
-
 def smoothed(values: list[float], over: int = SMOOTHED_OVER) -> list[float]:
-    """The mean of the last `over` values, of fewer at the beginning.
-
-    >>> smoothed([1.0, 2.0, 3.0], over=2)
-    [1.0, 1.5, 2.5]
-    """
+    """The mean of the last `over` values, of fewer at the beginning."""
     return [statistics.fmean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
 
 
@@ -191,11 +177,7 @@ def resampled(tokens: list[float], values: list[float], end: float, points: int 
 
 
 def name_of(job: Job) -> str:
-    """The name of a run.
-
-    >>> name_of({"task": "chain", "method": "mt_grpo", "seed": 1})
-    'chain-mt_grpo-1'
-    """
+    """The name of a run, such as `chain-mt_grpo-1`."""
     return f"{job['task']}-{job['method']}-{job['seed']}"
 
 
@@ -220,10 +202,6 @@ def keep(row: dict[str, Any]) -> None:
     write_json(RESULTS, {"runs": known})
 
 
-def num_seeds(task: str, method: str) -> int:
-    return TASKS[task].get("seeds", NUM_SEEDS) if method in HEADLINE else NUM_SEEDS
-
-
 def make_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None) -> list[Job]:
     """Seed by seed, so that a study that is stopped has compared all methods on the same seeds.
 
@@ -234,12 +212,12 @@ def make_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None) -> 
         for task in tasks
         for seed in (range(HEADLINE_SEEDS) if seeds is None else seeds)
         for method in TASKS[task].get("methods", methods)
-        if seeds is not None or seed < num_seeds(task, method)
+        if seeds is not None or seed < (TASKS[task].get("seeds", NUM_SEEDS) if method in HEADLINE else NUM_SEEDS)
     ]
 
 
 def begin() -> None:
-    """Prepare a worker process: it ends with its parent, and torch has one thread."""
+    """Prepare a worker process: it ends with its parent."""
     end_with_parent(signal.SIGKILL)
     import torch
 
@@ -435,18 +413,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the first ones, as many as a task has")
     parser.add_argument("--decisive", type=int, help="bifurcation: the number of the call that decides, from 0")
     parser.add_argument("--decoys", type=int, choices=(2, 3), help="bifurcation: the calls beside it")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--report", action="store_true", help="only write the pictures and the tables")
     options = parser.parse_args(argv)
-    if options.jobs < 1:
-        sys.exit(f"error: --jobs {options.jobs}, expected 1 or more.")
     tasks = options.tasks
     if options.decisive is not None or options.decoys is not None:
         task = TASKS["bifurcation"]
         decoys = task["decoys"] if options.decoys is None else options.decoys
         decisive = task["decisive"] if options.decisive is None else options.decisive
-        if not 0 <= decisive <= decoys:
-            sys.exit(f"error: --decisive {decisive}, expected the number of one of {decoys + 1} calls, from 0.")
+        assert 0 <= decisive <= decoys, f"--decisive {decisive}, expected the number of one of the calls, from 0"
         tasks = [add_bifurcation(decisive, decoys)]
     if not options.report:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # workers end with it; finished runs are kept

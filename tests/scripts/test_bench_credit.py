@@ -1,12 +1,10 @@
 """The credit benchmark: a real run and its resumption, the bifurcation, and the report by hand-written numbers."""
 
-import json
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from bench import bifurcation
-from bench import credit as bench
+from bench import bifurcation, credit as bench
 from bench.common import markers, with_section
 
 from mt_grpo import ToolResult
