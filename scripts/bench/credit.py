@@ -21,7 +21,6 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -33,6 +32,8 @@ from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from scipy import stats
 
 from bench import common
 from bench.common import end_with_parent, rounded, write_json, write_section
@@ -82,6 +83,8 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     from transformers.utils.logging import disable_progress_bar
 
     import mt_grpo_trainer as mt
+    from mt_grpo.reports.preflight import Watch
+    from mt_grpo.reports.progress import ProgressLine
 
     disable_progress_bar()
     started = time.perf_counter()
@@ -97,7 +100,8 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
         "--disable_tqdm", "true", "--output_dir", str(RUNS / "scratch" / name_of(job)),
     ])  # fmt: skip
     trainer = mt.build_trainer(*recipe)
-    trainer.remove_callback(PrinterCallback)
+    for each in (PrinterCallback, ProgressLine, Watch):  # the study has a line for each run
+        trainer.remove_callback(each)
     trainer.add_callback(end_at(settings["tokens"], recipe[1].per_device_train_batch_size))
     trainer.train()
     logs = [log for log in trainer.state.log_history if "reward" in log]
@@ -251,49 +255,20 @@ def run_all(jobs: list[Job], num_workers: int) -> None:
 # -- Statistics over seeds --
 
 
-def bootstrap(values: list[float], resamples: int = 10_000) -> tuple[float, float]:
-    """The 95% interval of the mean: percentiles of the means of samples with replacement.
+def bootstrap(values: list[float]) -> tuple[float, float]:
+    """The 95% interval of the mean, by percentiles of 9,999 samples with replacement.
 
-    >>> bootstrap([0.0] * 5), tuple(round(end, 1) for end in bootstrap([0.0] * 5 + [1.0] * 5))
-    ((0.0, 0.0), (0.2, 0.8))
+    >>> bootstrap([0.0] * 5)
+    (0.0, 0.0)
     """
-    rng = random.Random(0)
-    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(resamples))
-    return means[int(0.025 * resamples)], means[int(0.975 * resamples) - 1]
+    interval = stats.bootstrap((values,), statistics.fmean, vectorized=False, method="percentile", rng=0)
+    return tuple(map(float, interval.confidence_interval))
 
 
-def fisher(successes: int, total: int, other: int, of_other: int) -> float:
-    """The p of Fisher's exact test, two-sided, that two shares of successes are the same.
-
-    >>> round(fisher(0, 5, 5, 5), 4), round(fisher(3, 5, 5, 5), 3), fisher(5, 5, 5, 5)
-    (0.0079, 0.444, 1.0)
-    """
-    both = successes + other
-
-    def chance(k: int) -> float:
-        return math.comb(total, k) * math.comb(of_other, both - k) / math.comb(total + of_other, both)
-
-    chances = [chance(k) for k in range(max(0, both - of_other), min(total, both) + 1)]
-    return min(1.0, sum(p for p in chances if p <= chance(successes) * (1 + 1e-9)))
-
-
-def mann_whitney(values: list[float], others: list[float]) -> float:
-    """The p of Mann and Whitney's test, two-sided and exact, with midranks for ties.
-
-    >>> round(mann_whitney([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]), 4), mann_whitney([1, 2], [1, 2])
-    (0.0079, 1.0)
-    """
-    everyone = sorted([*values, *others])
-    ranks = [everyone.index(v) + everyone.index(v) + everyone.count(v) + 1 for v in everyone]  # doubled midranks
-    ways = [{0: 1}] + [{} for _ in values]  # by how many are chosen: sum of ranks -> number of choices
-    for rank in ranks:
-        for count in range(len(values), 0, -1):
-            for total, number in ways[count - 1].items():
-                ways[count][total + rank] = ways[count].get(total + rank, 0) + number
-    middle = len(values) * (len(everyone) + 1)
-    found = sum(ranks[everyone.index(v)] for v in values)
-    extreme = sum(n for total, n in ways[-1].items() if abs(total - middle) >= abs(found - middle))
-    return extreme / sum(ways[-1].values())
+def fisher(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
+    """The p of Fisher's exact test, two-sided, that two shares of seeds that learn are the same."""
+    table = [[learned(each), len(each) - learned(each)] for each in (runs, others)]
+    return stats.fisher_exact(table).pvalue
 
 
 # -- The report --
@@ -330,8 +305,8 @@ def line(runs: list[dict[str, Any]], against: list[dict[str, Any]] | None) -> st
     low, high = bootstrap(exact)
     tests = ["", ""]
     if against is not None:
-        tests[0] = f"{fisher(learned(runs), len(runs), learned(against), len(against)):.2g}"
-        tests[1] = f"{mann_whitney(exact, [run['exact_match'] for run in against]):.2g}"
+        tests[0] = f"{fisher(runs, against):.2g}"
+        tests[1] = f"{stats.mannwhitneyu(exact, [run['exact_match'] for run in against]).pvalue:.2g}"
     cells = [
         f"`{runs[0]['method']}`", f"{learned(runs)} of {len(runs)}", tests[0],
         f"{statistics.fmean(exact):.2f} [{low:.2f}, {high:.2f}]", tests[1],
@@ -421,7 +396,8 @@ def main(argv: list[str] | None = None) -> None:
         task = TASKS["bifurcation"]
         decoys = task["decoys"] if options.decoys is None else options.decoys
         decisive = task["decisive"] if options.decisive is None else options.decisive
-        assert 0 <= decisive <= decoys, f"--decisive {decisive}, expected the number of one of the calls, from 0"
+        if not 0 <= decisive <= decoys:
+            parser.error(f"--decisive {decisive}, expected the number of one of {decoys + 1} calls, from 0")
         tasks = [add_bifurcation(decisive, decoys)]
     if not options.report:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # workers end with it; finished runs are kept

@@ -32,6 +32,8 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from scipy import stats
+
 from bench.common import (
     IN_THE_ENGINE,
     IN_THE_ENGINE_ENV,
@@ -286,18 +288,13 @@ def aggregated(evaluation: dict[str, Any]) -> dict[str, Any]:
     return found | {"conversations": excerpts(evaluation["sampled"]["conversations"])}
 
 
-# Student's t, 97.5%, by degrees of freedom; beyond 15 the last, which is a little too wide.
-T_975 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
-                        2.145, 2.131), 1))  # fmt: skip
-
-
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean and half width of its 95% interval over seeds (Student's t).
 
-    >>> interval([1.0, 2.0, 3.0])
-    (2.0, 2.48433820832296)
+    >>> [round(value, 4) for value in interval([1.0, 2.0, 3.0])]
+    [2.0, 2.4841]
     """
-    half = T_975[min(len(values) - 1, max(T_975))] * statistics.stdev(values) / math.sqrt(len(values))
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.fmean(values), half
 
 

@@ -191,7 +191,7 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
 
 
 def as_lists(conversations: list[Conversation]) -> dict[str, list]:
-    """What TRL's `rollout_func` returns: fresh lists per rollout."""
+    """Convert conversations to the return value of TRL's `rollout_func`, in fresh lists."""
     lists: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
     for conversation in conversations:
         turns = [(t["token_ids"], t["logprobs"], t["observation_ids"]) for t in conversation["turns"]]

@@ -78,7 +78,7 @@ WRITINGS = {
 
 
 def call_turn(kind: str, expression: str, writing: Writing, rng: random.Random) -> str:
-    """What the assistant says before it has a result."""
+    """Write the assistant's turn before a result, with a mistake of this kind."""
     if kind == "no call":
         return writing.answer % rng.randint(2, 10 ** rng.randint(2, 4))
     if kind == "no tag":

@@ -166,7 +166,7 @@ def make_tasks(rng: random.Random) -> list[Task]:
 
 
 def call_turn(kind: str, task: Task, row: dict[str, Any], rng: random.Random) -> str:
-    """What the assistant says before it has a good result."""
+    """Write the assistant's turn before a good result, with a mistake of this kind."""
     if kind == "no call":
         return str(rng.randint(1, 10 ** rng.randint(1, 4)))
     if kind == "no tag":
@@ -180,7 +180,7 @@ def call_turn(kind: str, task: Task, row: dict[str, Any], rng: random.Random) ->
 
 
 def answer_turn(task: Task, row: dict[str, Any], arguments: dict[str, Any], result: str, rng: random.Random) -> str:
-    """What the assistant says once it has a result."""
+    """Write the assistant's turn after a result: the answer, or a mistake."""
     value = {"code_interpreter": result, "calc_gsm8k_reward": arguments.get("answer")}.get(task.name)
     value = value or result.rpartition(" has ")[2].partition(" ")[0]
     kind = draw(ANSWER_SHARES, rng)

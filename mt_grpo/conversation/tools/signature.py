@@ -426,8 +426,8 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
         return {}, f"got an unexpected keyword argument {unknown[0]!r}. {usage}"
     written = copy.deepcopy(call.arguments)  # a tool may change what it gets, and the call stays what was written
     try:
-        # A tool's process reads JSON, and makes its own objects of it.
-        return (read_arguments(tool, written), written)[hasattr(tool, "prepare")], None
+        read = read_arguments(tool, written)
+        return (written if hasattr(tool, "prepare") else read), None  # a tool's process makes its own objects of JSON
     except ValueError as error:
         return {}, f"{error}. {usage}"
 
