@@ -25,7 +25,7 @@ if [[ "${1:-}" == smollm2 ]]; then
     [[ -f runs/squad/test.jsonl && -f runs/squad/passages.jsonl ]] ||
         .venv/bin/python scripts/build/squad_search.py runs/squad --sentences 1 --titles "${titles[@]}" \
             ${SQUAD:+--source "$SQUAD"}
-    exec .venv/bin/python scripts/bench/real_model.py --only_print --methods mt_grpo --seeds 1 "${@:2}"
+    exec .venv/bin/python scripts/bench/real_model.py --results runs/smollm2.json --methods mt_grpo --seeds 1 "${@:2}"
 fi
 
 bash scripts/setup.sh

