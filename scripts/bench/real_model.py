@@ -4,11 +4,12 @@
     python scripts/build/squad_search.py runs/squad --sentences 1 --source FOLDER     # or from the Hub, with --titles
     python scripts/bench/real_model.py                            # what is missing
     python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --results runs/longer.json
+    python scripts/bench/real_model.py --recipe hf_recipes/SmolLM2/parcel/recipe.yaml --results runs/parcel.json
     python scripts/bench/real_model.py --report                   # write the page's tables and the picture
 
-A run trains hf_recipes/SmolLM2/squad-search.yaml next to a vLLM server that samples. The held-out questions are
-answered before it and after it, sampled as in training and greedily. A seed is that of the order of the prompts and of
-the server's samples.
+A run trains hf_recipes/SmolLM2/squad-search.yaml, or another recipe, next to a vLLM server that samples. The held-out
+questions are answered before it and after it, sampled as in training and greedily. A seed is that of the order of the
+prompts and of the server's samples.
 
 Resumable: a finished run is at once a row of docs/results/real_model.json, with the commit that made it, and is not
 run again: delete its row for that. A run that was stopped goes on from its last checkpoint in runs/real_model/.
@@ -40,7 +41,6 @@ RUNS = Path("runs/real_model")  # of checkpoints and trained models
 RESULTS, PICTURE, PAGE = (
     Path(f"docs/{name}") for name in ("results/real_model.json", "real_model.png", "real_model.md")
 )
-STEPS = 20
 NUM_PASSAGES = 40  # whose perplexity is taken
 NUM_TOPICS, TOPIC = 20, 1000  # of Python's documentation, and so many characters of each
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
@@ -51,7 +51,7 @@ FIGURES = {  # label -> its value in what evaluate.evaluate returns
     "tool executed": lambda found: found["tool_executed"],
     "answer among the results": lambda found: found["result_found"],
     "exact match": lambda found: found["exact_match"],
-    "F1": lambda found: 2 * found["rewards"]["outcome"]["f1_reward_func"],
+    "F1": lambda found: (f1 := found["rewards"]["outcome"].get("f1_reward_func")) and 2 * f1,
     "turns": lambda found: found["mean_turns"],
     "words of an answer": lambda found: answer_words(found["conversations"]),
 }
@@ -66,9 +66,9 @@ CURVES = {  # title -> metric, what makes it a share, the top of the axis
 # -- One run --
 
 
-def run(method: str, seed: int, steps: int, num_problems: int) -> dict[str, Any]:
+def run(recipe: str, method: str, seed: int, steps: int, num_problems: int) -> dict[str, Any]:
     """Train, or go on where a run was stopped, and evaluate. Returns its row of the results."""
-    output, began = RUNS / name_of(method, seed, steps), time.perf_counter()
+    output, began = RUNS / Path(recipe).parent.name / name_of(method, seed, steps), time.perf_counter()
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     # Without a seed of its own each run's server would sample from the same state.
     with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
@@ -77,20 +77,20 @@ def run(method: str, seed: int, steps: int, num_problems: int) -> dict[str, Any]
             "vllm_server_base_url": server.url, "vllm_importance_sampling_mode": "token_truncate",
         }  # fmt: skip
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-        logs = common.train(RECIPE, output, *words, *resume)
+        logs = common.train(recipe, output, *words, *resume)
     seconds = time.perf_counter() - began
     row = {
         "method": method, "seed": seed, "steps": steps, "commit": commit(), "machine": common.machine(),
         "seconds": None if resume else seconds, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
-        **evaluated(output, num_problems),
+        **evaluated(output, recipe, num_problems),
         "curve": {name: [log.get(name) or 0.0 for log in logs] for name, _, _ in CURVES.values()},
     }  # fmt: skip
     return rounded(row, 4)
 
 
-def evaluated(model: str | Path, num_problems: int) -> dict[str, Any]:
-    """The figures of the held-out questions, `sampled` and `greedy`, and two perplexities.
+def evaluated(model: str | Path, recipe: str, num_problems: int) -> dict[str, Any]:
+    """The figures of the held-out questions, `sampled` and `greedy`; of the study's own recipe also two perplexities.
 
     All models are asked in the same way, by the recipe's settings.
     """
@@ -106,10 +106,12 @@ def evaluated(model: str | Path, num_problems: int) -> dict[str, Any]:
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128, "show": num_problems}
             try:
-                found = evaluate.evaluate(client, RECIPE, num_problems, greedy=how == "greedy", **settings)
+                found = evaluate.evaluate(client, recipe, num_problems, greedy=how == "greedy", **settings)
             finally:
                 client.close()
             row[how] = {label: figure(found) for label, figure in FIGURES.items()}
+    if recipe != RECIPE:
+        return row
     with open(f"{DATA}/passages.jsonl", encoding="utf-8") as lines:
         passages = [json.loads(line)["text"] for _, line in zip(range(NUM_PASSAGES), lines)]
     elsewhere = [text[:TOPIC] for _, text in sorted(topics.topics.items())[:NUM_TOPICS]]  # no run reads these
@@ -155,16 +157,16 @@ def results_in(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def run_all(methods: list[str], seeds: list[int], steps: int, path: Path, num_problems: int) -> None:
+def run_all(recipe: str, methods: list[str], seeds: list[int], steps: int, path: Path, num_problems: int) -> None:
     """Run what is not finished, seed by seed; each result is kept at once."""
     if "before" not in results_in(path):
-        write_json(path, {"before": rounded(evaluated(MODEL, num_problems)), "runs": []})
+        write_json(path, {"before": rounded(evaluated(MODEL, recipe, num_problems)), "runs": []})
     for seed in seeds:
         for method in methods:
             results = results_in(path)
             if name_of(method, seed, steps) in {name_of(r["method"], r["seed"], r["steps"]) for r in results["runs"]}:
                 continue
-            row = run(method, seed, steps, num_problems)
+            row = run(recipe, method, seed, steps, num_problems)
             order = {name: number for number, name in enumerate(METHODS)}
             rows = sorted([*results["runs"], row], key=lambda row: (order[row["method"]], row["seed"], row["steps"]))
             write_json(path, {**results, "runs": rows})
@@ -204,7 +206,7 @@ def section(results: dict[str, Any]) -> str:
         for label in FIGURES:
             cells = [cell([run[how][label] for run in runs]) for runs in methods.values()]
             lines.append(f"| {label}, {how} | {cell([before[how][label]])} | {' | '.join(cells)} |")
-    for label in PERPLEXITIES:
+    for label in PERPLEXITIES if PERPLEXITIES[0] in before else ():
         cells = [cell([run[label] for run in runs]) for runs in methods.values()]
         lines.append(f"| {label} | {cell([before[label]])} | {' | '.join(cells)} |")
     signal = [cell([run["no_signal"] for run in runs]) for runs in methods.values()]
@@ -278,14 +280,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
+    parser.add_argument("--recipe", default=RECIPE)
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a run")
     parser.add_argument("--problems", type=int, default=100, help="held-out questions")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help=f"only write the tables of {PAGE} and the picture")
     options = parser.parse_args(argv)
     common.prepare()
     if not options.report:
-        run_all(options.methods, options.seeds, options.steps, options.results, options.problems)
+        run_all(options.recipe, options.methods, options.seeds, options.steps, options.results, options.problems)
     results = results_in(options.results)
     if not results.get("runs"):
         sys.exit(f"error: no runs in {options.results}. Run without --report first.")

@@ -50,8 +50,8 @@ def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
     """A stopped one goes on from its checkpoint, and has no time of its own."""
     monkeypatch.setattr(bench, "RUNS", tmp_path)
     if stopped:
-        (tmp_path / "merged-steps3-seed7/checkpoint-2").mkdir(parents=True)
-        (tmp_path / "merged-steps3-seed7/checkpoint-2/trainer_state.json").write_text("{}")
+        (tmp_path / "SmolLM2/merged-steps3-seed7/checkpoint-2").mkdir(parents=True)
+        (tmp_path / "SmolLM2/merged-steps3-seed7/checkpoint-2/trainer_state.json").write_text("{}")
     asked = []
 
     class Server:
@@ -73,11 +73,11 @@ def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench, "VLLMServer", Server)
     monkeypatch.setattr(bench.common, "train", train)
-    monkeypatch.setattr(bench, "evaluated", lambda model, num_problems: {"sampled": str(model)})
-    result = bench.run("merged", 7, 3, 100)
+    monkeypatch.setattr(bench, "evaluated", lambda model, recipe, num_problems: {"sampled": str(model)})
+    result = bench.run(bench.RECIPE, "merged", 7, 3, 100)
     assert asked[0] == bench.MODEL and asked[2] == "stopped"
     recipe, output, words = asked[1]
-    assert (recipe, output) == (bench.RECIPE, tmp_path / "merged-steps3-seed7")
+    assert (recipe, output) == (bench.RECIPE, tmp_path / "SmolLM2/merged-steps3-seed7")
     assert words.startswith("--credit_assignment merged --seed 7 --max_steps 3 --use_vllm true")
     assert "--vllm_server_base_url http://there" in words
     assert words.endswith("--resume_from_checkpoint true") == stopped == (result["seconds"] is None)
@@ -86,9 +86,9 @@ def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
 
 def test_finished_runs_are_kept_at_once_and_not_run_again(tmp_path, monkeypatch, capsys):
     asked, path = [], tmp_path / "results.json"
-    monkeypatch.setattr(bench, "evaluated", lambda model, num_problems: BEFORE)
+    monkeypatch.setattr(bench, "evaluated", lambda model, recipe, num_problems: BEFORE)
 
-    def run(method, seed, steps, num_problems):
+    def run(recipe, method, seed, steps, num_problems):
         asked.append((method, seed))
         if seed == 2 and method == "mt_grpo":
             raise KeyboardInterrupt
@@ -96,14 +96,14 @@ def test_finished_runs_are_kept_at_once_and_not_run_again(tmp_path, monkeypatch,
 
     monkeypatch.setattr(bench, "run", run)
     with pytest.raises(KeyboardInterrupt):
-        bench.run_all(["mt_grpo", "outcome"], [1, 2], 20, path, 100)
+        bench.run_all(bench.RECIPE, ["mt_grpo", "outcome"], [1, 2], 20, path, 100)
     assert [(each["method"], each["seed"]) for each in bench.results_in(path)["runs"]] == [
         ("outcome", 1),
         ("mt_grpo", 1),
     ]
     assert asked == [("mt_grpo", 1), ("outcome", 1), ("mt_grpo", 2)]
     del asked[:]
-    bench.run_all(["mt_grpo", "outcome"], [1], 20, path, 100)
+    bench.run_all(bench.RECIPE, ["mt_grpo", "outcome"], [1], 20, path, 100)
     assert not asked and bench.results_in(path)["before"] == BEFORE
 
 
