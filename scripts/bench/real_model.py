@@ -201,9 +201,9 @@ def section(results: dict[str, Any]) -> str:
     methods = {name: runs for name, runs in methods.items() if runs}
     lines = [f"| | before |{''.join(f' `{name}` |' for name in methods)}", "|---|---|" + "---|" * len(methods)]
     shares = [f"{learned(runs)} of {len(runs)}" for runs in methods.values()]
-    lines.append(f"| seeds that learn to search | | {' | '.join(shares)} |")
+    lines.append(f"| seeds that learn | | {' | '.join(shares)} |")
     for how in ("sampled", "greedy"):
-        for label in FIGURES:
+        for label in [label for label in FIGURES if before["sampled"][label] is not None]:
             cells = [cell([run[how][label] for run in runs]) for runs in methods.values()]
             lines.append(f"| {label}, {how} | {cell([before[how][label]])} | {' | '.join(cells)} |")
     for label in PERPLEXITIES if PERPLEXITIES[0] in before else ():

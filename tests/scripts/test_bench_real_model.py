@@ -31,7 +31,7 @@ RUNS = [row("outcome", seed, 0.1, 0.0) for seed in range(4)] + [row("mt_grpo", s
 def test_the_report_has_means_tests_and_each_seed(tmp_path):
     lines = bench.section({"before": BEFORE, "runs": RUNS}).splitlines()
     assert lines[0] == "| | before | `outcome` | `mt_grpo` |"
-    assert "| seeds that learn to search | | 0 of 4 | 4 of 4 |" in lines
+    assert "| seeds that learn | | 0 of 4 | 4 of 4 |" in lines
     assert "| exact match, sampled | 0.00 | 0.10 [0.10, 0.10] | 0.20 [0.20, 0.20] |" in lines
     assert "| exact match, greedy | 0.10 | 0.20 [0.20, 0.20] | 0.30 [0.30, 0.30] |" in lines
     assert "| perplexity, articles | 11.00 | 13.50 [12.50, 14.50] | 13.50 [12.50, 14.50] |" in lines
