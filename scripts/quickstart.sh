@@ -25,13 +25,13 @@ if [[ "${1:-}" == smollm2 || "${1:-}" == mytool ]]; then
     study=(.venv/bin/python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --results "runs/$1.json")
     if [[ "$1" == mytool ]]; then
         .venv/bin/python hf_recipes/SmolLM2/parcel/data.py runs/parcel
-        exec "${study[@]}" --recipe hf_recipes/SmolLM2/parcel/recipe.yaml --steps 15 "${@:2}"
+        exec "${study[@]}" --tasks parcel "${@:2}"
     fi
     titles=(Normans "Computational complexity theory" "Southern California") # what docs/real_model.md was measured with
     [[ -f runs/squad/test.jsonl && -f runs/squad/passages.jsonl ]] ||
         .venv/bin/python scripts/build/squad_search.py runs/squad --sentences 1 --titles "${titles[@]}" \
             ${SQUAD:+--source "$SQUAD"}
-    exec "${study[@]}" "${@:2}"
+    exec "${study[@]}" --tasks squad-search "${@:2}"
 fi
 
 bash scripts/setup.sh

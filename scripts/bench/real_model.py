@@ -1,21 +1,21 @@
-"""The study of a real language model: SmolLM2-135M learns to search SQuAD's sentences, by three credit assignments.
+"""The study of a real language model: SmolLM2-135M learns to use tools, by three credit assignments.
 
     python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct
+    python hf_recipes/SmolLM2/parcel/data.py runs/parcel
     python scripts/build/squad_search.py runs/squad --sentences 1 --source FOLDER     # or from the Hub, with --titles
     python scripts/bench/real_model.py                            # what is missing
-    python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --results runs/longer.json
-    python scripts/bench/real_model.py --recipe hf_recipes/SmolLM2/parcel/recipe.yaml --results runs/parcel.json
+    python scripts/bench/real_model.py --tasks parcel --methods mt_grpo --seeds 1 --results runs/mine.json
     python scripts/bench/real_model.py --report                   # write the page's tables and the picture
 
-A run trains hf_recipes/SmolLM2/squad-search.yaml, or another recipe, next to a vLLM server that samples. The held-out
-questions are answered before it and after it, sampled as in training and greedily. A seed is that of the order of the
-prompts and of the server's samples.
+A run trains the task's recipe next to a vLLM server that samples. The held-out questions are answered before it and
+after it, sampled as in training and greedily. A seed is that of the order of the prompts and of the server's samples.
 
 Resumable: a finished run is at once a row of docs/results/real_model.json, with the commit that made it, and is not
 run again: delete its row for that. A run that was stopped goes on from its last checkpoint in runs/real_model/.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -34,9 +34,17 @@ from bench import common
 from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, VLLMServer, rounded, write_json, write_section
 from bench.credit import bootstrap, commit, smoothed
 
-RECIPE = "hf_recipes/SmolLM2/squad-search.yaml"
 MODEL, DATA = "runs/SmolLM2-135M-Instruct", "runs/squad"
-METHODS, SEEDS = ("outcome", "merged", "mt_grpo"), range(1, 9)  # the recipe's settings were chosen by runs of seed 0
+TASKS: dict[str, dict[str, Any]] = {
+    "parcel": {
+        "title": "Two tools of one's own", "recipe": "hf_recipes/SmolLM2/parcel/recipe.yaml", "steps": 15,
+        "problems": 96, "seeds": 3,
+    },
+    "squad-search": {
+        "title": "Search", "recipe": "hf_recipes/SmolLM2/squad-search.yaml", "steps": 20, "problems": 100, "seeds": 8,
+    },
+}  # fmt: skip
+METHODS = ("outcome", "merged", "mt_grpo")
 RUNS = Path("runs/real_model")  # of checkpoints and trained models
 RESULTS, PICTURE, PAGE = (
     Path(f"docs/{name}") for name in ("results/real_model.json", "real_model.png", "real_model.md")
@@ -57,18 +65,16 @@ FIGURES = {  # label -> its value in what evaluate.evaluate returns
 }
 PERPLEXITIES = ("perplexity, articles", "perplexity, Python's documentation")
 COMPARED = ("answer among the results", "exact match")  # with tests, and shown by seed
-LEARNED = 0.5  # of the sampled held-out rollouts have the answer among their results (about 0.1 before)
-CURVES = {  # title -> metric, what makes it a share, the top of the axis
-    "answer found, of rollouts with a result": ("rewards/answer_in_search_results_reward_func/mean", 2.0, 1.0),
-    "exact match": ("rewards/exact_match_reward_func/mean", 1.0, 0.4),
-}
+LEARNED = 0.5  # of the sampled held-out rollouts have the answer among their results (0.1 and less before)
+CURVE = "rewards/exact_match_reward_func/mean"
 
 # -- One run --
 
 
-def run(recipe: str, method: str, seed: int, steps: int, num_problems: int) -> dict[str, Any]:
+def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dict[str, Any]:
     """Train, or go on where a run was stopped, and evaluate. Returns its row of the results."""
-    output, began = RUNS / Path(recipe).parent.name / name_of(method, seed, steps), time.perf_counter()
+    recipe, began = TASKS[task]["recipe"], time.perf_counter()
+    output = RUNS / f"{task}-{method}-steps{steps}-seed{seed}"
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     # Without a seed of its own each run's server would sample from the same state.
     with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
@@ -80,17 +86,17 @@ def run(recipe: str, method: str, seed: int, steps: int, num_problems: int) -> d
         logs = common.train(recipe, output, *words, *resume)
     seconds = time.perf_counter() - began
     row = {
-        "method": method, "seed": seed, "steps": steps, "commit": commit(), "machine": common.machine(),
+        "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(), "machine": common.machine(),
         "seconds": None if resume else seconds, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
-        **evaluated(output, recipe, num_problems),
-        "curve": {name: [log.get(name) or 0.0 for log in logs] for name, _, _ in CURVES.values()},
+        **evaluated(output, task, num_problems),
+        "curve": [log.get(CURVE) or 0.0 for log in logs],
     }  # fmt: skip
     return rounded(row, 4)
 
 
-def evaluated(model: str | Path, recipe: str, num_problems: int) -> dict[str, Any]:
-    """The figures of the held-out questions, `sampled` and `greedy`; of the study's own recipe also two perplexities.
+def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]:
+    """The figures of the held-out questions, `sampled` and `greedy`; of the search also two perplexities.
 
     All models are asked in the same way, by the recipe's settings.
     """
@@ -106,11 +112,13 @@ def evaluated(model: str | Path, recipe: str, num_problems: int) -> dict[str, An
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128, "show": num_problems}
             try:
-                found = evaluate.evaluate(client, recipe, num_problems, greedy=how == "greedy", **settings)
+                found = evaluate.evaluate(
+                    client, TASKS[task]["recipe"], num_problems, greedy=how == "greedy", **settings
+                )
             finally:
                 client.close()
             row[how] = {label: figure(found) for label, figure in FIGURES.items()}
-    if recipe != RECIPE:
+    if task != "squad-search":
         return row
     with open(f"{DATA}/passages.jsonl", encoding="utf-8") as lines:
         passages = [json.loads(line)["text"] for _, line in zip(range(NUM_PASSAGES), lines)]
@@ -147,31 +155,33 @@ def perplexities(model: str | Path, texts_of: list[list[str]]) -> list[float]:
     return values
 
 
-def name_of(method: str, seed: int, steps: int) -> str:
-    """The name of a run and its folder, such as `mt_grpo-steps20-seed1`."""
-    return f"{method}-steps{steps}-seed{seed}"
-
-
 def results_in(path: Path) -> dict[str, Any]:
-    """The results file: `before`, a row without a method, and `runs`."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The results file: `before`, an evaluation by task, and `runs`."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"before": {}, "runs": []}
 
 
-def run_all(recipe: str, methods: list[str], seeds: list[int], steps: int, path: Path, num_problems: int) -> None:
+def run_all(options: argparse.Namespace) -> None:
     """Run what is not finished, seed by seed; each result is kept at once."""
-    if "before" not in results_in(path):
-        write_json(path, {"before": rounded(evaluated(MODEL, recipe, num_problems)), "runs": []})
-    for seed in seeds:
-        for method in methods:
-            results = results_in(path)
-            if name_of(method, seed, steps) in {name_of(r["method"], r["seed"], r["steps"]) for r in results["runs"]}:
+    for task in options.tasks:
+        steps, problems = options.steps or TASKS[task]["steps"], options.problems or TASKS[task]["problems"]
+        results = results_in(options.results)
+        if task not in results["before"]:
+            results["before"][task] = rounded(evaluated(MODEL, task, problems))
+            write_json(options.results, results)
+        seeds = options.seeds or range(1, TASKS[task]["seeds"] + 1)  # settings were chosen by runs of seed 0
+        for seed, method in itertools.product(seeds, options.methods):
+            name = {"task": task, "method": method, "seed": seed, "steps": steps}
+            if any(name.items() <= row.items() for row in results_in(options.results)["runs"]):
                 continue
-            row = run(recipe, method, seed, steps, num_problems)
-            order = {name: number for number, name in enumerate(METHODS)}
-            rows = sorted([*results["runs"], row], key=lambda row: (order[row["method"]], row["seed"], row["steps"]))
-            write_json(path, {**results, "runs": rows})
+            row = run(**name, num_problems=problems)
+            results = results_in(options.results)
+            results["runs"].append(row)
+            results["runs"].sort(
+                key=lambda row: (row["task"], METHODS.index(row["method"]), row["seed"], row["steps"])
+            )
+            write_json(options.results, results)
             figures = ", ".join(f"{label} {row['sampled'][label]:.2f}" for label in COMPARED)
-            print(f"{name_of(method, seed, steps)}: {figures}, {row['seconds'] or math.nan:.0f} s", flush=True)
+            print(f"{task}, {method}, seed {seed}: {figures}, {row['seconds'] or math.nan:.0f} s", flush=True)
 
 
 # -- The report --
@@ -195,30 +205,38 @@ def learned(runs: list[dict[str, Any]]) -> int:
 
 
 def section(results: dict[str, Any]) -> str:
-    """Tables of the held-out questions: means over seeds, tests against `mt_grpo`, and each seed."""
-    before = results["before"]
-    methods = {name: [run for run in results["runs"] if run["method"] == name] for name in METHODS}
-    methods = {name: runs for name, runs in methods.items() if runs}
+    """Of each task the means over seeds on the held-out questions, then each seed, and tests against `mt_grpo`."""
+    lines: list[str] = []
+    for task, settings in TASKS.items():
+        runs = [run for run in results["runs"] if run["task"] == task]
+        if runs:
+            lines += [f"**{settings['title']}** (`{task}`)", "", *tables(results["before"][task], runs), ""]
+    return "\n".join(lines).rstrip()
+
+
+def tables(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
+    """The lines of a task."""
+    methods = {name: [run for run in runs if run["method"] == name] for name in METHODS}
+    methods = {name: of for name, of in methods.items() if of}
     lines = [f"| | before |{''.join(f' `{name}` |' for name in methods)}", "|---|---|" + "---|" * len(methods)]
-    shares = [f"{learned(runs)} of {len(runs)}" for runs in methods.values()]
+    shares = [f"{learned(of)} of {len(of)}" for of in methods.values()]
     lines.append(f"| seeds that learn | | {' | '.join(shares)} |")
     for how in ("sampled", "greedy"):
         for label in [label for label in FIGURES if before["sampled"][label] is not None]:
-            cells = [cell([run[how][label] for run in runs]) for runs in methods.values()]
+            cells = [cell([run[how][label] for run in of]) for of in methods.values()]
             lines.append(f"| {label}, {how} | {cell([before[how][label]])} | {' | '.join(cells)} |")
     for label in PERPLEXITIES if PERPLEXITIES[0] in before else ():
-        cells = [cell([run[label] for run in runs]) for runs in methods.values()]
+        cells = [cell([run[label] for run in of]) for of in methods.values()]
         lines.append(f"| {label} | {cell([before[label]])} | {' | '.join(cells)} |")
-    signal = [cell([run["no_signal"] for run in runs]) for runs in methods.values()]
+    signal = [cell([run["no_signal"] for run in of]) for of in methods.values()]
     lines += [f"| groups without signal | | {' | '.join(signal)} |", ""]
     lines += ["Answer among the results / exact match, sampled, of each seed:", ""]
-    seeds = sorted({run["seed"] for run in results["runs"]})
+    seeds = sorted({run["seed"] for run in runs})
     lines += [f"| seed |{''.join(f' {seed} |' for seed in seeds)}", "|---|" + "---|" * len(seeds)]
-    for name, runs in methods.items():
-        of = {run["seed"]: " / ".join(f"{run['sampled'][label]:.2f}" for label in COMPARED) for run in runs}
-        lines.append(f"| `{name}` | {' | '.join(of.get(seed, '') for seed in seeds)} |")
-    lines += ["", *compared(methods), *costs(results["runs"])]
-    return "\n".join(lines)
+    for name, of in methods.items():
+        by_seed = {run["seed"]: " / ".join(f"{run['sampled'][label]:.2f}" for label in COMPARED) for run in of}
+        lines.append(f"| `{name}` | {' | '.join(by_seed.get(seed, '') for seed in seeds)} |")
+    return [*lines, "", *compared(methods), costs(runs)]
 
 
 def compared(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -237,15 +255,15 @@ def compared(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def costs(runs: list[dict[str, Any]]) -> list[str]:
+def costs(runs: list[dict[str, Any]]) -> str:
     """What was run, in how many minutes, and by which commits."""
     minutes, tokens = [row["seconds"] / 60 for row in runs if row["seconds"]], [row["num_tokens"] for row in runs]
     machines = {f"{run['machine']['cores']} cores ({run['machine']['cpu']})": None for run in runs}
-    return [
+    return (
         f"{', '.join(str(n) for n in sorted({run['steps'] for run in runs}))} steps, {span(tokens)} tokens, "
         f"{span(minutes)} minutes a run with the server's start, on {' and '.join(machines)}; "
         f"commit {', '.join(sorted({run['commit'] for run in runs}))}."
-    ]
+    )
 
 
 def span(values: list[float]) -> str:
@@ -258,39 +276,43 @@ def span(values: list[float]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """A panel for each curve (down) and method (across), a line for each seed, means of five steps."""
-    size = (2.9 * len(METHODS), 2.3 * len(CURVES) + 0.3)
-    shape = {"sharex": True, "sharey": "row", "squeeze": False}
-    figure, axes = common.pyplot().subplots(len(CURVES), len(METHODS), figsize=size, **shape)
-    for across, (method, colour) in enumerate(zip(METHODS, ("#777777", "#E69F00", "#0072B2"), strict=True)):
-        runs = [run for run in results["runs"] if run["method"] == method]
-        for axis, (metric, factor, top) in zip(axes[:, across], CURVES.values()):
-            for run_ in runs:
-                values = smoothed([factor * value for value in run_["curve"][metric]])
+    """A panel for each task (down) and method (across), a line for each seed, means of five steps."""
+    tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
+    shape = {
+        "figsize": (2.9 * len(METHODS), 2.3 * len(tasks) + 0.3),
+        "squeeze": False,
+        "sharex": "row",
+        "sharey": "row",
+    }
+    figure, axes = common.pyplot().subplots(len(tasks), len(METHODS), **shape)
+    for down, task in enumerate(tasks):
+        for axis, method, colour in zip(axes[down], METHODS, ("#777777", "#E69F00", "#0072B2"), strict=True):
+            runs = [run for run in results["runs"] if (run["task"], run["method"]) == (task, method)]
+            for values in (smoothed(run["curve"]) for run in runs):
                 axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.2, alpha=0.8)
-            axis.set_ylim(0, top)
-        axes[0][across].set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
-        axes[-1][across].set_xlabel("optimizer step")
-    for axis, title in zip(axes[:, 0], CURVES):
-        axis.set_ylabel(title.replace(", ", ",\n"), fontsize=9)
+            axis.set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
+            axis.set_ylim(bottom=0)
+        axes[down][0].set_ylabel(f"{task}\n\nexact match", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("optimizer step")
     common.save_picture(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--recipe", default=RECIPE)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a run")
-    parser.add_argument("--problems", type=int, default=100, help="held-out questions")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 1 to 3, of the search 1 to 8")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run; default: the task's")
+    parser.add_argument("--problems", type=int, help="held-out questions; default: the task's")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help=f"only write the tables of {PAGE} and the picture")
     options = parser.parse_args(argv)
     common.prepare()
     if not options.report:
-        run_all(options.recipe, options.methods, options.seeds, options.steps, options.results, options.problems)
+        run_all(options)
     results = results_in(options.results)
-    if not results.get("runs"):
+    if not results["runs"]:
         sys.exit(f"error: no runs in {options.results}. Run without --report first.")
     print(section(results))
     if options.report:

@@ -16,21 +16,22 @@ def figures(exact, found=0.25):
 
 
 def row(method, seed, exact, found=0.25):
-    curve = {name: [0.0, 0.1, 0.2] for name, _, _ in bench.CURVES.values()}
     return {
-        "method": method, "seed": seed, "steps": 20, "commit": "abc", "machine": {"cpu": "a processor", "cores": 2},
-        "seconds": 600.0 + 60 * seed, "num_tokens": 3000.0, "no_signal": 0.5, "sampled": figures(exact, found),
-        "greedy": figures(exact + 0.1, found), **dict.fromkeys(bench.PERPLEXITIES, 12.0 + seed), "curve": curve,
+        "task": "squad-search", "method": method, "seed": seed, "steps": 20, "commit": "abc", "num_tokens": 3000.0,
+        "machine": {"cpu": "a processor", "cores": 2}, "seconds": 600.0 + 60 * seed, "no_signal": 0.5,
+        "sampled": figures(exact, found), "greedy": figures(exact + 0.1, found), "curve": [0.0, 0.1, 0.2],
+        **dict.fromkeys(bench.PERPLEXITIES, 12.0 + seed),
     }  # fmt: skip
 
 
-BEFORE = {"sampled": figures(0.0, 0.1), "greedy": figures(0.1), **dict.fromkeys(bench.PERPLEXITIES, 11.0)}
+SEARCH = {"sampled": figures(0.0, 0.1), "greedy": figures(0.1), **dict.fromkeys(bench.PERPLEXITIES, 11.0)}
+BEFORE = {"squad-search": SEARCH}
 RUNS = [row("outcome", seed, 0.1, 0.0) for seed in range(4)] + [row("mt_grpo", s, 0.2, 0.7) for s in range(4)]
 
 
 def test_the_report_has_means_tests_and_each_seed(tmp_path):
     lines = bench.section({"before": BEFORE, "runs": RUNS}).splitlines()
-    assert lines[0] == "| | before | `outcome` | `mt_grpo` |"
+    assert lines[0] == "**Search** (`squad-search`)" and lines[2] == "| | before | `outcome` | `mt_grpo` |"
     assert "| seeds that learn | | 0 of 4 | 4 of 4 |" in lines
     assert "| exact match, sampled | 0.00 | 0.10 [0.10, 0.10] | 0.20 [0.20, 0.20] |" in lines
     assert "| exact match, greedy | 0.10 | 0.20 [0.20, 0.20] | 0.30 [0.30, 0.30] |" in lines
@@ -50,8 +51,8 @@ def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
     """A stopped one goes on from its checkpoint, and has no time of its own."""
     monkeypatch.setattr(bench, "RUNS", tmp_path)
     if stopped:
-        (tmp_path / "SmolLM2/merged-steps3-seed7/checkpoint-2").mkdir(parents=True)
-        (tmp_path / "SmolLM2/merged-steps3-seed7/checkpoint-2/trainer_state.json").write_text("{}")
+        (tmp_path / "squad-search-merged-steps3-seed7/checkpoint-2").mkdir(parents=True)
+        (tmp_path / "squad-search-merged-steps3-seed7/checkpoint-2/trainer_state.json").write_text("{}")
     asked = []
 
     class Server:
@@ -73,37 +74,37 @@ def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench, "VLLMServer", Server)
     monkeypatch.setattr(bench.common, "train", train)
-    monkeypatch.setattr(bench, "evaluated", lambda model, recipe, num_problems: {"sampled": str(model)})
-    result = bench.run(bench.RECIPE, "merged", 7, 3, 100)
+    monkeypatch.setattr(bench, "evaluated", lambda model, task, num_problems: {"sampled": str(model)})
+    result = bench.run("squad-search", "merged", 7, 3, 100)
     assert asked[0] == bench.MODEL and asked[2] == "stopped"
     recipe, output, words = asked[1]
-    assert (recipe, output) == (bench.RECIPE, tmp_path / "SmolLM2/merged-steps3-seed7")
+    assert (recipe, output) == (bench.TASKS["squad-search"]["recipe"], tmp_path / "squad-search-merged-steps3-seed7")
     assert words.startswith("--credit_assignment merged --seed 7 --max_steps 3 --use_vllm true")
     assert "--vllm_server_base_url http://there" in words
     assert words.endswith("--resume_from_checkpoint true") == stopped == (result["seconds"] is None)
     assert result["sampled"] == str(output) and result["no_signal"] == 0.25
 
 
-def test_finished_runs_are_kept_at_once_and_not_run_again(tmp_path, monkeypatch, capsys):
+def test_finished_runs_are_kept_at_once_and_not_run_again(tmp_path, monkeypatch):
     asked, path = [], tmp_path / "results.json"
-    monkeypatch.setattr(bench, "evaluated", lambda model, recipe, num_problems: BEFORE)
+    monkeypatch.setattr(bench, "evaluated", lambda model, task, num_problems: SEARCH)
 
-    def run(recipe, method, seed, steps, num_problems):
+    def run(task, method, seed, steps, num_problems):
         asked.append((method, seed))
         if seed == 2 and method == "mt_grpo":
             raise KeyboardInterrupt
         return row(method, seed, 0.2)
 
     monkeypatch.setattr(bench, "run", run)
+    words = ["--tasks", "squad-search", "--methods", "mt_grpo", "outcome", "--results", str(path), "--seeds", "1"]
+    monkeypatch.setattr(bench.common, "prepare", lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        bench.run_all(bench.RECIPE, ["mt_grpo", "outcome"], [1, 2], 20, path, 100)
-    assert [(each["method"], each["seed"]) for each in bench.results_in(path)["runs"]] == [
-        ("outcome", 1),
-        ("mt_grpo", 1),
-    ]
+        bench.main([*words, "2"])
+    kept = bench.results_in(path)["runs"]
+    assert [(each["method"], each["seed"]) for each in kept] == [("outcome", 1), ("mt_grpo", 1)]
     assert asked == [("mt_grpo", 1), ("outcome", 1), ("mt_grpo", 2)]
     del asked[:]
-    bench.run_all(bench.RECIPE, ["mt_grpo", "outcome"], [1], 20, path, 100)
+    bench.main(words)
     assert not asked and bench.results_in(path)["before"] == BEFORE
 
 

