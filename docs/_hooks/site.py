@@ -1,7 +1,7 @@
 """Hooks of mkdocs, and an extension of griffe: what the site needs beyond the plain files.
 
 README.md is the first page, and a file of the repository that a page links to is a page of its own. Formulas become
-MathML, which browsers draw without a script. Doctests of a docstring are examples, with or without a heading.
+MathML, which browsers draw without a script.
 """
 
 import posixpath
@@ -74,10 +74,12 @@ def on_page_markdown(markdown, page, config, files):
     return "".join(parts)
 
 
-class Doctests(Extension):
-    """Doctests that stand in a docstring without a heading are examples, not quotations."""
+class Docstrings(Extension):
+    """Doctests without a heading are examples, not quotations. The page has words of its own for a module."""
 
     def on_object(self, *, obj, **kwargs):
+        if obj.is_module:
+            obj.docstring = None
         if obj.docstring is None:
             return
         text, found, rest = obj.docstring.value.partition("\n>>> ")
