@@ -77,7 +77,7 @@ def on_page_markdown(markdown, page, config, files):
 class Docstrings(Extension):
     """Doctests without a heading are examples, not quotations. The page has words of its own for a module."""
 
-    def on_object(self, *, obj, **kwargs):
+    def on_instance(self, *, obj, **kwargs):
         if obj.is_module:
             obj.docstring = None
         if obj.docstring is None:
