@@ -261,12 +261,8 @@ def say(*turns) -> list[str]:
 
 # Of docs/environments.md: what stands in the block -> (row, what the model says, what it reads, reason, rewards).
 EXAMPLES = {
-    "def population": ({}, say(("population", {"city": "Oslo"}), "<answer>717710</answer>"),
-                       ["717710"], "answered", (None, [None, None])),
     "class Door": ({"seed": 1}, say(("enter", {"digit": 1}), ("enter", {"digit": 2}), "<answer>2</answer>"),
                    ["higher", "open"], "answered", (0.5, [None] * 3)),
-    "class Doubts": ({}, say("<answer>3</answer>", "<answer>4</answer>"),
-                     ["Are you sure?"], "answered", (None, [None] * 2)),
     "class LastOnly": ({}, say(("echo", {"text": "a"}), ("echo", {"text": "b"}), "<answer>b</answer>"),
                        ["a", "b"], "answered", (None, [None] * 3)),
     "class Countdown": ({"start": 3}, say(("take", {"number": 2}), ("take", {"number": 1})),
@@ -293,7 +289,7 @@ def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
     row, turns, read, reason, rewards = EXAMPLES[word]
     (tmp_path / "example.py").write_text(block(ENVIRONMENTS, "python", word))
     path = str(tmp_path / "example.py")
-    if word in ("def population", "class Door"):
+    if word == "class Door":
         tools, (_, cls) = load_tools(path), load_environment(None, path, mt.MultiTurnToolEnv)
     else:
         tools, (_, cls) = [], load_environment(f"{path}:{word.split()[1]}", None, mt.MultiTurnToolEnv)
