@@ -26,7 +26,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 from bench import common
 from bench.common import ROOT, Frame, VLLMServer, machine
-from bench.step import DEFAULTS, SHAPES, Conversation, build_trainer, calculator_reward, make_conversations
+from bench.step import DEFAULTS, SHAPES, Conversation, build_trainer, make_conversations
 from bench.sync import TINY, build_model
 
 RECIPES = {"tiny recipe": "hf_recipes/tiny/calculator.yaml", "zoom recipe": "hf_recipes/tiny/zoom.yaml"}
@@ -69,8 +68,7 @@ BATCHES: dict[str, dict[str, Any]] = {
                       "compared": {"gradient_checkpointing": True}},
     "LoRA": {"title": "long prompt, LoRA", **LONG, "lora": True},
 }  # fmt: skip
-STEP_SHAPES = ("prompt", "spread", "records")
-GRADIENT_SHAPES = tuple(BATCHES)
+SHAPES_OF = {"step": ("prompt", "spread", "records"), "gradients": tuple(BATCHES)}
 GRADIENT_ROWS = 4  # of a pass: float32 needs twice the memory
 STEP_TITLE = "32 rollouts in groups of 8, with two or three turns that were made before, eight rows a pass"
 STEP_SIDES = {
@@ -96,6 +94,11 @@ def why_not(case: str, gpus: int) -> str | None:
 # -- One case: a process of its own --
 
 
+def calculator_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """The one reward function of both sides where they generate."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
 def meter() -> Any:
     """A callback that keeps the seconds of each step, the most memory of a GPU after it, and the first gradients.
 
@@ -105,18 +108,19 @@ def meter() -> Any:
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
-        def __init__(self):
-            self.seconds, self.used, self._began = [], 0, 0.0
-            self.prepare, self.batch, self.gradients, self.keeps_gradients = None, None, None, False
+        prepare = batch = gradients = None
+        keeps_gradients, used = False, 0
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.seconds = []
 
         def on_step_begin(self, args, state, control, **kwargs):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            now = time.perf_counter()
             if state.global_step:
-                self.seconds.append(now - self._began)
+                self.seconds.append(time.perf_counter() - self.began)
             self.batch = self.prepare() if self.prepare else None
-            self._began = time.perf_counter()
+            self.began = time.perf_counter()
 
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             if self.keeps_gradients:
@@ -131,7 +135,7 @@ def meter() -> Any:
     return Meter()
 
 
-def run_case(case: str, model: str, port: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+def run_case(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train, and return `seconds` per step, `log` (a row per step), `allocated` and `used` (bytes of the GPU, or 0).
 
     `allocated` is this process's by torch at the most; `used` is of the whole GPU, with whatever else is on it.
@@ -143,17 +147,15 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     from mt_grpo.recipe.data import make_arithmetic
     from mt_grpo.recipe.plugins import load_tools
 
-    side, changes = CASES[case]
-    adapter = lora(changes)
-    changes = {key: value for key, value in changes.items() if key != "lora"}
-    on_gpu = torch.cuda.is_available()
+    side, changes = CASES[options.run]
+    changes, on_gpu = dict(changes), torch.cuda.is_available()
+    adapter = lora(changes.pop("lora", False))
     settings = {
         "output_dir": folder, "num_generations": GROUP_SIZE, "per_device_train_batch_size": options.rollouts,
         "gradient_accumulation_steps": 1, "max_steps": options.steps + WARM_UP + 1, "learning_rate": 1e-6,
         "lr_scheduler_type": "constant", "max_completion_length": options.tokens, "use_cpu": not on_gpu, "bf16": True,
         "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-        "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"}, "loss_type": "dapo",
-        **changes,
+        "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"}, "loss_type": "dapo", **changes,
     }  # fmt: skip
     if changes:
         settings["vllm_importance_sampling_mode"] = "token_truncate"
@@ -161,17 +163,17 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
         settings |= {"vllm_gpu_memory_utilization": SHARE, "vllm_max_model_length": 512 + options.tokens}
     rows = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in make_arithmetic(512, 0)]
     watch = meter()
-    common = {"model": model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
+    common = {"model": options.model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
 
         trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], **common)
     else:
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None, max_turn_tokens=options.tokens)
-        server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port} if port else {}
+        port = options.port and {"vllm_server_host": "127.0.0.1", "vllm_server_port": options.port}
         args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
         own = {"turn_reward_funcs": [], "outcome_reward_funcs": [calculator_reward], "peft_config": adapter}
-        trainer = mt.MTGRPOEnvTrainer(env=env, args=args, **own, **server, **common)
+        trainer = mt.MTGRPOEnvTrainer(env=env, args=args, **own, **(port or {}), **common)
     trainer.train()
     return {
         "seconds": watch.seconds,
@@ -189,8 +191,8 @@ def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any
     conversations = make_conversations(shape)
     if shape.get("edited"):
         conversations = edited(conversations)
-    trainer = build_trainer(side, shape, conversations, folder, watch, lora(shape), **changes)
-    watch.trainer = trainer
+    adapter = lora(shape.get("lora", False))
+    trainer = build_trainer(side, shape, conversations, folder, watch, adapter, **changes)
     trainer.train()
     if side == "ours" and changes.get("share_prompts", True) and trainer.layout.kind != "shared":
         raise RuntimeError(f"{shape['title']}: the rows are {trainer.layout}. Expected rows that share prompts.")
@@ -208,20 +210,20 @@ def edited(conversations: list[Conversation]) -> list[Conversation]:
     return conversations
 
 
-def lora(shape: dict) -> Any:
-    """An adapter with random weights, where the shape asks for one."""
+def lora(wanted: bool) -> Any:
+    """An adapter with random weights, if one is wanted."""
     from peft import LoraConfig
 
     how = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "init_lora_weights": False}
-    return LoraConfig(target_modules="all-linear", **how) if shape.get("lora") else None
+    return LoraConfig(target_modules="all-linear", **how) if wanted else None
 
 
-def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Shapes by their names, with 32 rollouts of the large model."""
+def shapes_of(case: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The shapes of a case, with 32 rollouts of the large model."""
     kind = {"rollouts": 32, "model": "0.6B"}
     if options.tiny:
         kind = {"rollouts": 16, "tokens": 60, "prompt": 64, "model": "tiny"}
-    return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in names}
+    return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in SHAPES_OF[case]}
 
 
 def freed() -> None:
@@ -236,19 +238,16 @@ def freed() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def put(options: argparse.Namespace, row: dict[str, Any]) -> None:
-    """Write what a case has found so far, which stays where the rest of it fails."""
-    if getattr(options, "out", None):
-        Path(options.out).write_text(json.dumps(row))
-
-
 def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """`steps`: shape -> side -> seconds per step, and `allocated`, bytes of the GPU by torch at the most."""
+    """`steps`: shape -> side -> seconds per step, and `allocated`, bytes of the GPU by torch at the most.
+
+    What it has so far is written after each side, and stays if the rest fails.
+    """
     import torch
 
     on_gpu, found = torch.cuda.is_available(), {}
     changes = {"use_cpu": not on_gpu, "bf16": True, "max_steps": options.steps + WARM_UP + 1}
-    for name, shape in shapes_of(options.shapes or STEP_SHAPES, options).items():
+    for name, shape in shapes_of("step", options).items():
         for title, (side, own) in STEP_SIDES.items():
             if side == "trl" and "edited" in shape:  # it has no rows for them
                 continue
@@ -259,36 +258,36 @@ def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             print(name, title, found[name][title], flush=True)
             del watch
             freed()
-            put(options, {"steps": found})
+            Path(options.out).write_text(json.dumps({"steps": found}))
     return {"steps": found}
 
 
 def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """`gradients`: shape -> precision and layout -> distance from a row per rollout in float32, relative.
 
-    The same model, conversations and rewards: what differs is how passes are laid out, and in which precision.
+    The same model, conversations and rewards: what differs is how passes are laid out, and in which precision. What it
+    has so far is written after each shape, and stays if the rest fails.
     """
     import torch
 
-    on_gpu, found = torch.cuda.is_available(), {}
-    for name, shape in shapes_of(options.shapes or GRADIENT_SHAPES, options).items():
-        shape["rows"], exact = GRADIENT_ROWS, None
+    found: dict[str, dict[str, float]] = {}
+    for name, shape in shapes_of("gradients", options).items():
+        shape["rows"], exact, found[name] = GRADIENT_ROWS, None, {}
         for precision in ("float32", "bf16"):
             for title in ("a row per rollout", "shared prompts"):
                 side, own = STEP_SIDES[title]
                 watch = meter()
                 watch.keeps_gradients = True
-                changes = {"use_cpu": not on_gpu, "bf16": precision == "bf16", "max_steps": 1, "max_grad_norm": 0.0}
+                changes = {"use_cpu": not torch.cuda.is_available(), "bf16": precision == "bf16", "max_steps": 1}
                 changes |= own | (shape.get("compared", {}) if exact is not None else {})
-                log = train_canned(side, shape, folder, watch, **changes)
+                train_canned(side, shape, folder, watch, max_grad_norm=0.0, **changes)
                 exact = watch.gradients if exact is None else exact
                 away = ((watch.gradients - exact).norm() / exact.norm()).item()
-                losses = [row["loss"] for row in log if "loss" in row]
-                found.setdefault(name, {})[f"{title}, {precision}"] = away
-                print(name, title, precision, away, "norm", watch.gradients.norm().item(), losses, flush=True)
+                found[name][f"{title}, {precision}"] = away
+                print(name, title, precision, away, "norm", watch.gradients.norm().item(), flush=True)
                 del watch
                 freed()
-                put(options, {"gradients": found})
+        Path(options.out).write_text(json.dumps({"gradients": found}))
     return {"gradients": found}
 
 
@@ -298,8 +297,7 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     on_cpu, steps = str(not torch.cuda.is_available()).lower(), ["--max_steps", 2] if options.tiny else []
     words = "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps
-    log = common.train(RECIPES[options.run], Path(folder), *words)
-    return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
+    return {"log": common.train(RECIPES[options.run], Path(folder), *words)}
 
 
 # -- All cases --
@@ -323,7 +321,7 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
     command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output)]
     for name in ("steps", "tokens", "rollouts"):
         command += [f"--{name}", str(getattr(options, name))]
-    command += [*["--tiny"] * options.tiny, *(["--shapes", *options.shapes] if options.shapes else [])]
+    command += ["--tiny"] * options.tiny
     place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     try:
         with ExitStack() as stack:
@@ -347,10 +345,13 @@ def aggregate(case: str, row: dict[str, Any]) -> dict[str, Any]:
         found["exact_match"] = {"first": match[0], "last": statistics.mean(match[-10:]), "steps": len(match)}
     elif "log" in row:
         found["summary"] = summary(row)
-    for name, sides in row.get("steps", {}).items():
-        found.setdefault("steps", {})[BATCHES[name]["title"]] = {
-            side: {"seconds": statistics.median(of["seconds"]), "GiB": of["allocated"] / 2**30}
-            for side, of in sides.items()
+    if "steps" in row:
+        found["steps"] = {
+            BATCHES[name]["title"]: {
+                side: {"seconds": statistics.median(of["seconds"]), "GiB": of["allocated"] / 2**30}
+                for side, of in sides.items()
+            }
+            for name, sides in row["steps"].items()
         }
     if "gradients" in row:
         found["gradients"] = {BATCHES[name]["title"]: of for name, of in row["gradients"].items()}
@@ -447,32 +448,17 @@ FRAME = Frame("gpu", section)
 def main(argv: list[str] | None = None) -> int:
     number, of_a_case = {"type": int}, {"help": argparse.SUPPRESS}  # of a case's own process
     options = FRAME.parse(
-        __doc__,
-        argv,
-        None,
-        tiny={"action": "store_true", "help": "two steps of the bundled model"},
-        case={"choices": CASES, "action": "append"},
-        steps=number,
-        rollouts=number,
-        tokens=number,
-        shapes={"nargs": "+", "choices": BATCHES, "help": "of the cases `step` and `gradients`"},
-        run=of_a_case,
-        model=of_a_case,
-        port=of_a_case,
-        out=of_a_case,
-    )
+        __doc__, argv, None, tiny={"action": "store_true", "help": "two steps of the bundled model"},
+        case={"choices": CASES, "action": "append"}, steps=number, rollouts=number, tokens=number,
+        run=of_a_case, model=of_a_case, port=of_a_case | number, out=of_a_case,
+    )  # fmt: skip
     if options is None:
         return 0
     for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):
         setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
     if options.run:
-        folder = str(Path(options.out).with_suffix(""))
-        alone = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0])
-        if alone:
-            row = alone(options, folder)
-        else:
-            row = run_case(options.run, options.model, int(options.port or 0), options, folder)
-        Path(options.out).write_text(json.dumps(row))
+        run = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0], run_case)
+        Path(options.out).write_text(json.dumps(run(options, str(Path(options.out).with_suffix("")))))
         return 0
     from launch.launch_plan import visible_gpus
 
@@ -480,15 +466,6 @@ def main(argv: list[str] | None = None) -> int:
     if not gpus and not options.tiny:
         sys.exit("error: no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try --tiny on a CPU.")
     return measure_all(gpus, options)
-
-
-def of_the_same(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """The results that were measured with what `run` names; they are added, without a case, where there are none."""
-    for known in results["runs"]:
-        if all(known[key] == value for key, value in run.items()):
-            return known
-    results["runs"].append({**run, "cases": {}})
-    return results["runs"][-1]
 
 
 def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
@@ -503,23 +480,22 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
         build_model("0.6B", model, "float32")
     with torch.device("meta"):
         number = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
-    run = {
+    place = {
         "machine": machine(),
         "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(len(gpus))),
         "parameters": number,
         "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
     }
     results = json.loads(path.read_text()) if path.is_file() else {"runs": []}
-    run = of_the_same(results, run)
-    if not options.case and not options.shapes:
+    same = (run for run in results["runs"] if all(run[key] == value for key, value in place.items()))
+    if (run := next(same, None)) is None:
+        run = {**place, "cases": {}}
+        results["runs"].append(run)
+    if not options.case:
         run["cases"] = {}
     for case in options.case or CASES:
         reason = why_not(case, len(gpus))
-        had = run["cases"].get(case, {})
         row = run["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
-        for key in ("steps", "gradients") if options.shapes else ():  # the shapes that were not asked for stay
-            if key in had:
-                row[key] = {**had[key], **row.get(key, {})}
         FRAME.keep(results, options.tiny)
         said = f"{row['summary']['step']:.2f} s a step" if "summary" in row else json.dumps(row)
         print(f"{case}: " + (reason or row.get("error") or said), flush=True)
