@@ -35,7 +35,6 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.images.pictures import ID_DIGITS
 from mt_grpo.reports.progress import METRICS_FILE, evaluation_prefix
 from mt_grpo.reports.rollout_log import IMAGE_FOLDER
-from mt_grpo.run.checkpoints import RUN_RECORD
 
 PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
@@ -74,13 +73,8 @@ def page(data: dict[str, Any], title: str, images: str = "data:") -> str:
         f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src {images}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
-    return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
-        policy=policy,
-        title=html.escape(title),
-        style=style,
-        script=script,
-        data=as_data(data),
-    )
+    filled = {"policy": policy, "title": html.escape(title), "style": style, "script": script, "data": as_data(data)}
+    return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(filled)
 
 
 def digest(text: str) -> str:
@@ -175,20 +169,14 @@ class Run:
 
     def info(self) -> dict[str, Any]:
         """Read what was added to the log, and return numbers of it."""
-        problems = []
         try:
             self.log.refresh()
+            problems = []
         except OSError as error:
             problems = [f"{self.folder}: {error_line(error)}. What was read before is shown."]
         path, info = self.folder / METRICS_FILE, self.log.info()
         size = path.stat().st_size if path.is_file() else 0
-        return {
-            "name": self.name,
-            "folder": str(self.folder),
-            "metrics": size,
-            **info,
-            "notes": info["notes"] + problems,
-        }
+        return {"name": self.name, "metrics": size, **info, "notes": info["notes"] + problems}
 
     def read(self) -> None:
         """Read the log for the first time, and print how much it is."""
@@ -212,27 +200,7 @@ def curves(runs: list[Run]) -> dict[str, Any]:
     logs = [read_metrics(run.folder) for run in runs]
     missing = ", ".join(run.name for run, rows in zip(runs, logs) if not rows)
     note = f"{missing}: there is no {METRICS_FILE}, so there are no curves." if missing else None
-    return {"panels": panels_of(logs), "note": note, "differences": differences(runs)}
-
-
-def differences(runs: list[Run]) -> list[list[str]] | None:
-    """(setting, its value in each of two runs) where they differ; None where those of one are not known."""
-    if len(runs) < 2:
-        return []
-    records = [settings_of(run.folder) for run in runs]
-    if not all(records):
-        return None
-    names = sorted(set(records[0]) | set(records[1]))
-    pairs = [[name, *(json.dumps(record.get(name)) for record in records)] for name in names]
-    return [pair for pair in pairs if pair[1] != pair[2]]
-
-
-def settings_of(folder: Path) -> dict[str, Any]:
-    """What the newest record of a run says, which it writes with each checkpoint and at its end."""
-    with suppress(OSError, ValueError):  # a checkpoint that is removed meanwhile, or a record that was cut off
-        records = [*folder.glob(f"checkpoint-*/{RUN_RECORD}"), *folder.glob(RUN_RECORD)]
-        return json.loads(max(records, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8"))
-    return {}
+    return {"panels": panels_of(logs), "note": note}
 
 
 # -- one file --
@@ -245,7 +213,7 @@ def write_page(folders: list[Path], path: Path) -> str:
     for number, run in enumerate(runs):
         run.read()
         chosen, which = run.log.sample(MOST_ROLLOUTS // len(runs))
-        data["runs"].append({**run.info(), "which": f"{run.name}: {which}", "folder": run.name})
+        data["runs"].append({**run.info(), "which": f"{run.name}: {which}"})
         rollouts = [{**run.log.rollout(each), "run": number, "words": run.log.rollouts[each].words} for each in chosen]
         data["rollouts"] += rollouts
         data["images"] |= images_of_page(run, rollouts, MOST_IMAGE_BYTES // len(runs))
@@ -283,13 +251,18 @@ class Viewer:
     def app(self) -> web.Application:
         """The application."""
         app = web.Application(middlewares=[self.guard])
-        app.router.add_get("/", self.page)
-        app.router.add_get("/api/info", self.answer(lambda request: {"runs": [run.info() for run in self.runs]}))
-        app.router.add_get(rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}", self.image)
-        app.router.add_get("/api/panels", self.answer(lambda request: curves(self.runs)))
-        for kind, path in (("table", "rollouts"), ("rollout", "rollout"), ("group", "group")):
-            place = "" if kind == "table" else r"/{id:\d+}"
-            app.router.add_get(rf"/api/{path}/{{run:\d+}}{place}", self.answer(partial(self.of_log, kind)))
+        for path, handler in {
+            "/": self.page,
+            rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}": self.image,
+            "/api/info": self.answer(lambda request: {"runs": [run.info() for run in self.runs]}),
+            "/api/panels": self.answer(lambda request: curves(self.runs)),
+            r"/api/rollouts/{run:\d+}": self.answer(lambda request: self.log_of(request).table(dict(request.query))),
+            **{
+                rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}": self.answer(partial(self.of_log, kind))
+                for kind in ("rollout", "group")
+            },
+        }.items():
+            app.router.add_get(path, handler)
         return app
 
     @web.middleware
@@ -326,12 +299,16 @@ class Viewer:
 
         return handler
 
-    def of_log(self, kind: str, request: web.Request) -> Any:
-        """The table, a rollout or a group of the log of a run. Raises `ValueError`."""
-        number, place = int(request.match_info["run"]), request.match_info.get("id")
+    def log_of(self, request: web.Request) -> LogReader:
+        """The log of the run that a question is about. Raises `ValueError`."""
+        number = int(request.match_info["run"])
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
-        return getattr(self.runs[number].log, kind)(dict(request.query) if place is None else int(place))
+        return self.runs[number].log
+
+    def of_log(self, kind: str, request: web.Request) -> Any:
+        """A rollout, or the group that it is of."""
+        return getattr(self.log_of(request), kind)(int(request.match_info["id"]))
 
 
 def main(argv: list[str] | None = None) -> None:
