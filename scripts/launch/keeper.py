@@ -24,16 +24,6 @@ MARK = "MT_GRPO_LAUNCH"  # the environment variable that names the launch
 Leader = tuple[str, psutil.Process]  # (what it is, the first process of a session)
 
 
-def read_pipe(lines: Iterable[str]) -> list[Leader]:
-    """The leaders that the launcher told until it ended."""
-    leaders = []
-    for line in lines:
-        _, name, pid = line.split()
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended already, and its parent knows
-            leaders.append((name, psutil.Process(int(pid))))
-    return leaders
-
-
 def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
     """The living processes of the launch.
 
@@ -93,7 +83,12 @@ def say(text: str, stream=None) -> None:
 
 def clean_up(lines: Iterable[str], mark: str, seconds: float) -> None:
     """Wait for the end of the lines, then end the processes that they named."""
-    end(read_pipe(lines), mark, seconds)
+    leaders = []
+    for line in lines:
+        _, name, pid = line.split()
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended already, and its parent knows
+            leaders.append((name, psutil.Process(int(pid))))
+    end(leaders, mark, seconds)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,6 @@ LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
 OTHER_VARIABLES = {"NUM_SERVERS": "VLLM_SERVERS", "SERVER_TP": "VLLM_TP", "SERVER_ARGS": "VLLM_ARGS"}
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 Command = tuple[list[str], dict[str, str]]  # (arguments, additions to the environment)
-
-
 PROGRAM = "train"  # of scripts/, in messages; serve.py has its own
 
 
@@ -126,18 +124,17 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
 
 def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[Server]":
     """Start the servers of a plan, each on its own port and GPUs, without waiting for them."""
-    servers, wanted, several = [], plan["wanted_port"], len(plan["server_gpus"]) > 1
+    servers, wanted, title, several = [], plan["wanted_port"], TITLES[plan["engine"]], len(plan["server_gpus"]) > 1
     for number, gpus in enumerate(plan["server_gpus"]):
         port = lock_ports(wanted)
         if port != wanted:
             say(f"port {wanted} is taken, using {port}")
-        wanted, title = port + 1, TITLES[plan["engine"]]
+        wanted = port + 1
         name = f"{title} server {number}" if several else f"the {title} server"
         log = Path(plan["output_dir"]) / f"{plan['engine']}_server{f'.{number}' if several else ''}.log"
-        server = Server(launch, server_command(python, plan, port, gpus), port, name, log)
-        say(f"starting {name} on {f'GPU {gpus}' if gpus else 'the CPU'}, port {port}; log: {server.log}")
-        server.start()
-        servers.append(server)
+        servers.append(Server(launch, server_command(python, plan, port, gpus), port, name, log))
+        say(f"starting {name} on {f'GPU {gpus}' if gpus else 'the CPU'}, port {port}; log: {log}")
+        servers[-1].start()
     return servers
 
 
@@ -183,14 +180,12 @@ def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
         "--context-length", str(plan["max_model_len"] + 8), "--sampling-defaults", "openai",
     ]  # fmt: skip
     # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
-    # health check would wait for a paused engine.
+    # health check would wait for a paused engine. It keeps a few tokens of the context for itself.
     environment = {
-        "SGLANG_VLM_CACHE_SIZE_MB": "0",
-        "SGLANG_MM_AVOID_RETOKENIZE": "1",
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # it keeps a few tokens for itself, which nobody gets
-    }
+        "SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_MM_AVOID_RETOKENIZE": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }  # fmt: skip
     if not gpus:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
         command += [
@@ -203,8 +198,7 @@ def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
             cores = sorted(os.sched_getaffinity(0))
             bound = [str(cores[rank % len(cores)]) for rank in range(plan["tensor_parallel"])]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
-        if plan["images"]:
-            command += ["--mm-attention-backend", "sdpa"]
+        command += ["--mm-attention-backend", "sdpa"] if plan["images"] else []
     if plan["images"]:  # the image of a warm-up may be of no size that a small model reads
         command += ["--enable-multimodal", "--skip-server-warmup"]
     return command, environment
@@ -305,19 +299,18 @@ class Server:
 
     def wait(self, seconds: int) -> None:
         """Wait until it answers, which it must do within `seconds`. Says so every ten seconds."""
-        began, waited, problem = time.monotonic(), 0, ""
-        while not problem:
-            if not self.is_alive():
-                problem = f"{self.name} ended while it started; see above."
-            elif self.is_healthy():
+        began, waited = time.monotonic(), 0
+        problem = f"{self.name} ended while it started; see above."
+        while self.is_alive():
+            if self.is_healthy():
                 return say(f"{self.name} is up after {waited} s")
-            elif waited > seconds:
+            if waited > seconds:
                 problem = f"{self.name} is not up after {waited} s (SERVER_TIMEOUT)."
-            else:
-                if waited % 10 == 0:
-                    say(f"waiting for {self.name}, {waited} s")
-                time.sleep(1)
-                waited = int(time.monotonic() - began)
+                break
+            if waited % 10 == 0:
+                say(f"waiting for {self.name}, {waited} s")
+            time.sleep(1)
+            waited = int(time.monotonic() - began)
         self.show_log()
         fail(problem, 1)
 
@@ -354,14 +347,9 @@ class Launch:
         arguments, environment = command
         # close_fds=False: the pipe to the keeper closes as the program starts, with the mark in its environment.
         # So the keeper misses no process between fork and exec.
-        process = subprocess.Popen(
-            arguments,
-            env={**os.environ, **environment, keeper.MARK: self.mark},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            close_fds=False,
-            **options,
-        )
+        environment = {**os.environ, **environment, keeper.MARK: self.mark}
+        options |= {"stdin": subprocess.DEVNULL, "start_new_session": True, "close_fds": False}
+        process = subprocess.Popen(arguments, env=environment, **options)
         self.tell(f"process {name} {process.pid}")
         return process
 
