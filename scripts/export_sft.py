@@ -72,17 +72,16 @@ def chosen(
 
     `minima` has the least value of reward functions by their names, `per_prompt` is a number of rollouts.
     """
-    good = [
-        row
-        for row in rows
-        if row["mode"] == "train"
-        and row["error"] is None
-        and row["stop_reason"] not in CUT_OFF
-        and row["turns"]
-        and (row["turns"][-1].get("finish_reason") != "length" or row["stop_reason"] == "agent_done")
-        and (min_reward is None or (row["reward"] is not None and row["reward"] >= min_reward))
-        and all(row["rewards"].get(name) is not None and row["rewards"][name] >= k for name, k in minima.items())
-    ]
+
+    def is_good(row: Row) -> bool:
+        whole = row["turns"] and row["error"] is None and row["stop_reason"] not in CUT_OFF
+        cut = whole and row["turns"][-1].get("finish_reason") == "length" and row["stop_reason"] != "agent_done"
+        values = [(row["rewards"].get(name), least) for name, least in minima.items()]
+        values += [] if min_reward is None else [(row["reward"], min_reward)]
+        reaches = all(value is not None and value >= least for value, least in values)
+        return bool(whole and not cut and row["mode"] == "train" and reaches)
+
+    good = list(filter(is_good, rows))
     good.sort(key=lambda row: (math.inf if row["reward"] is None else -row["reward"], -row["step"]))
     kept, seen, counts = [], set(), Counter()
     for row in good:
@@ -143,12 +142,9 @@ class RecipeOfRun:
         short = messages[:start] + messages[start + len(self.examples) :]
         whole = self.env.with_examples(short, self.tokenizer)
         same = [message["content"] for message in whole] == [message["content"] for message in messages]
-        if not same or (read and read != self.ids(whole)):
+        if not same or (read and read != self.env.prompt_ids(whole, self.tokenizer)):
             raise ValueError("--without_examples: a prompt is not what the recipe makes. Expected the run's recipe.")
         return short
-
-    def ids(self, messages: list[Row]) -> list[int]:
-        return self.env.prompt_ids(messages, self.tokenizer)
 
 
 def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_examples: bool) -> Iterator[Row]:
@@ -158,7 +154,7 @@ def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_exa
             continue  # several records are no one conversation, and each has examples of its own
         messages = recipe.without_examples(row) if without_examples else None
         if form == "ids":
-            yield from ids_of(row, None if messages is None else recipe.ids(messages))
+            yield from ids_of(row, None if messages is None else recipe.env.prompt_ids(messages, recipe.tokenizer))
         else:
             first = row["messages"][: row["num_prompt_messages"]] if messages is None else messages
             offered = row["turns"][0].get("tools")  # by an agent's program

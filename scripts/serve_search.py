@@ -28,26 +28,14 @@ from typing import Any
 
 from aiohttp import web
 
+ROOT = Path(__file__).resolve().parents[1]
 MOST_QUERIES = 256  # of a request
 MOST_PASSAGES = 100  # of a query
 MOST_BYTES = 2**20  # of a request
 
 
-def load_search() -> types.ModuleType:
-    """tools/wiki_search.py, which has the index."""
-    path = Path(__file__).resolve().parents[1] / "tools/wiki_search.py"
-    spec = importlib.util.spec_from_file_location("wiki_search", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class SearchServer:
-    """Answers requests in threads, each with its own connection to the index.
-
-    `search` is tools/wiki_search.py, whose environment variables name the corpus; `topk` the passages per query if a
-    request does not say.
-    """
+    """Answers requests in threads, each with its own connection to the index, by tools/wiki_search.py (`search`)."""
 
     def __init__(self, search: types.ModuleType, workers: int, topk: int):
         self.search, self.topk = search, topk
@@ -55,14 +43,14 @@ class SearchServer:
 
     def app(self) -> web.Application:
         """The application."""
+
+        async def health(request: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"})
+
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/retrieve", self.retrieve)
-        app.router.add_get("/health", self.health)
+        app.router.add_get("/health", health)
         return app
-
-    async def health(self, request: web.Request) -> web.Response:
-        """Report that the server is running."""
-        return web.json_response({"status": "ok"})
 
     async def retrieve(self, request: web.Request) -> web.Response:
         """Answer with a list of passages per query. An invalid request gets status 400 and what was expected."""
@@ -108,7 +96,9 @@ def main() -> None:
     os.environ["WIKI_SEARCH_CORPUS"] = args.corpus
     if args.index:
         os.environ["WIKI_SEARCH_INDEX"] = args.index
-    search = load_search()
+    spec = importlib.util.spec_from_file_location("wiki_search", ROOT / "tools/wiki_search.py")
+    search = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(search)
     try:
         search.ranked("test", 1)
     except (ValueError, OSError) as error:

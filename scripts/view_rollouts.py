@@ -69,26 +69,15 @@ def page(data: dict[str, Any], title: str, images: str = "data:") -> str:
     INVARIANT: a browser runs the script whose hash stands in the page's policy, and nothing that `data` says.
     """
     style, script = ((PARTS / name).read_text(encoding="utf-8") for name in ("style.css", "viewer.js"))
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script))
+    of_style, of_script = (f"'sha256-{digest}'" for digest in digests)  # how a policy names what is inline
     policy = (
-        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src {images}; "
+        f"default-src 'none'; script-src {of_script}; style-src {of_style}; img-src {images}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
-    filled = {"policy": policy, "title": html.escape(title), "style": style, "script": script, "data": as_data(data)}
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # which cannot end the element around it
+    filled = {"policy": policy, "title": html.escape(title), "style": style, "script": script, "data": text}
     return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(filled)
-
-
-def digest(text: str) -> str:
-    """How a policy names an inline script or style."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def as_data(value: Any) -> str:
-    """JSON that cannot end the element that it stands in.
-
-    >>> as_data("</script>")
-    '"\\\\u003c/script>"'
-    """
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 # -- curves --
@@ -114,12 +103,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, list[list]]:
-    """Label -> [step, value] points of a panel, without lines that have no value and shares that stay near 0.
-
-    >>> logs = [{"step": 1, "stop/answered": 0.5, "stop/max_turns": 0.0}, {"step": 2, "stop/answered": 0.9}]
-    >>> lines_of(logs, (("stop/*", "{}"),))
-    {'answered': [[1, 0.5], [2, 0.9]]}
-    """
+    """Label -> [step, value] points of a panel, without lines that have no value and shares that stay near 0."""
     lines: dict[str, list[list]] = {}
     for name, label in metrics:
         pattern = re.compile(re.escape(name).replace(r"\*", "(.+)"))
@@ -133,21 +117,6 @@ def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -
     return lines
 
 
-def panels_of(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The panels of curves of several runs, of their logged training steps and evaluations."""
-    panels = []
-    for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
-        kind = "eval_reward" if title == EVALUATION[0] else "reward"
-        lines = [
-            {"label": label, "run": run, "points": points}
-            for run, rows in enumerate(logs)
-            for label, points in lines_of([row for row in rows if kind in row], metrics).items()
-        ]
-        if lines:
-            panels.append({"title": title, "lines": lines, "mode": kind.removesuffix("reward")})
-    return panels
-
-
 class Run:
     """One output directory: its rollouts, and its metrics. Raises `ValueError` where nothing of a run is in it."""
 
@@ -156,10 +125,8 @@ class Run:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder. Expected the output_dir of a run.")
         if not any(folder.glob("rollouts.rank*")) and not read_metrics(folder):
-            raise ValueError(
-                f"{folder} has neither rollouts.rank*.jsonl nor {METRICS_FILE}. Expected the output_dir of a run with "
-                "log_rollouts above 0."
-            )
+            words = "Expected the output_dir of a run with log_rollouts above 0."
+            raise ValueError(f"{folder} has neither rollouts.rank*.jsonl nor {METRICS_FILE}. {words}")
         self.log = LogReader(folder)
         self.name = folder.resolve().name
 
@@ -196,11 +163,19 @@ def open_runs(folders: list[Path]) -> list[Run]:
 
 
 def curves(runs: list[Run]) -> dict[str, Any]:
-    """The panels of these runs."""
-    logs = [read_metrics(run.folder) for run in runs]
+    """The panels of curves of these runs, of their logged training steps and evaluations."""
+    logs, panels = [read_metrics(run.folder) for run in runs], []
+    for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
+        kind = "eval_reward" if title == EVALUATION[0] else "reward"
+        lines = [
+            {"label": label, "run": number, "points": points}
+            for number, rows in enumerate(logs)
+            for label, points in lines_of([row for row in rows if kind in row], metrics).items()
+        ]
+        if lines:
+            panels.append({"title": title, "lines": lines, "mode": kind.removesuffix("reward")})
     missing = ", ".join(run.name for run, rows in zip(runs, logs) if not rows)
-    note = f"{missing}: there is no {METRICS_FILE}, so there are no curves." if missing else None
-    return {"panels": panels_of(logs), "note": note}
+    return {"panels": panels, "note": missing and f"{missing}: there is no {METRICS_FILE}, so there are no curves."}
 
 
 # -- one file --

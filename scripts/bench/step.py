@@ -365,12 +365,7 @@ def both_sides(
 
 
 def chosen(short: bool) -> dict[str, Shape]:
-    """The shapes to run, at their short sizes if so.
-
-    >>> shapes = chosen(short=True)
-    >>> list(shapes), shapes["spread"]["rollouts"]
-    (['recipe', 'prompt', 'spread'], 16)
-    """
+    """The shapes to run, at their short sizes if so."""
     shapes = {name: shape for name, shape in SHAPES.items() if not short or shape["short"]}
     return {name: {**DEFAULTS, **shape, **(shape["short"] if short else {})} for name, shape in shapes.items()}
 

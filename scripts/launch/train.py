@@ -19,8 +19,7 @@ Environment:
                           (VLLM_SERVERS, VLLM_TP and VLLM_ARGS are other names of these three)
     SGLANG_PYTHON         the interpreter that has SGLang (default: .venv-sglang/bin/python, of setup.sh --sglang)
     SERVER_TIMEOUT        seconds that a server may take to start (default 1800)
-    SERVER_RESTARTS       how often each server that dies during training is started again (default 3); the trainer
-                          goes on with the others; without any it waits for vllm_server_timeout seconds
+    SERVER_RESTARTS       how often each server that dies during training is started again (default 3)
     STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
     TRAINER               the trainer (default: mt_grpo_trainer.py), for a copy that does something else
     PYTHON                the interpreter of everything that is started (default: the one that runs this file)

@@ -50,11 +50,7 @@ def clean(value: Any) -> str:
 
 
 def text_of(content: Any) -> str:
-    """A message's content, or a call's arguments, as text.
-
-    >>> text_of([{"type": "text", "text": "What is it?"}, {"type": "image"}]), text_of({"a": 1}), text_of(None)
-    ('What is it?\\n[image]', '{"a": 1}', '')
-    """
+    """A message's content, or a call's arguments, as text."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return "\n".join(text_of(part.get("text") or f"[{part.get('type')}]") for part in content)
     if content is None or isinstance(content, str):
@@ -72,11 +68,7 @@ def number_or_none(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int:
-    """A whole number, or 0 if the value is none.
-
-    >>> whole(3), whole(7.0), whole("12"), whole("x"), whole(2**70), whole(None)
-    (3, 7, 12, 0, 0, 0)
-    """
+    """A whole number, or 0 if the value is none."""
     number = number_or_none(value)
     return int(number) if number is not None and number == int(number) and abs(number) < 2**53 else 0
 
