@@ -55,26 +55,22 @@ class SearchServer:
     async def retrieve(self, request: web.Request) -> web.Response:
         """Answer with a list of passages per query. An invalid request gets status 400 and what was expected."""
         try:
-            queries, topk, scores = self.read(await request.json())
+            body = await request.json()
+            queries = body.get("queries") if isinstance(body, dict) else None
+            if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+                raise ValueError('expected {"queries": ["..."], "topk": 3, "return_scores": true}')
+            topk = self.topk if body.get("topk") is None else body["topk"]
+            if not isinstance(topk, int) or not 1 <= topk <= MOST_PASSAGES:
+                raise ValueError(f"topk is {topk!r}, expected a number from 1 to {MOST_PASSAGES}")
+            if len(queries) > MOST_QUERIES:
+                raise ValueError(f"{len(queries)} queries, expected at most {MOST_QUERIES}")
         except ValueError as error:
             return web.json_response({"error": f"{error}"}, status=400)
         loop = asyncio.get_running_loop()
         found = await asyncio.gather(*(loop.run_in_executor(self.pool, self.passages, q, topk) for q in queries))
-        if not scores:
+        if not body.get("return_scores"):
             found = [[passage["document"] for passage in passages] for passages in found]
         return web.json_response({"result": found})
-
-    def read(self, body: Any) -> tuple[list[str], int, bool]:
-        """(queries, passages of each, whether they have scores). Raises `ValueError`."""
-        queries = body.get("queries") if isinstance(body, dict) else None
-        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            raise ValueError('expected {"queries": ["..."], "topk": 3, "return_scores": true}')
-        topk = self.topk if body.get("topk") is None else body["topk"]
-        if not isinstance(topk, int) or not 1 <= topk <= MOST_PASSAGES:
-            raise ValueError(f"topk is {topk!r}, expected a number from 1 to {MOST_PASSAGES}")
-        if len(queries) > MOST_QUERIES:
-            raise ValueError(f"{len(queries)} queries, expected at most {MOST_QUERIES}")
-        return queries, topk, bool(body.get("return_scores"))
 
     def passages(self, query: str, topk: int) -> list[dict[str, Any]]:
         """The best passages of one query, best first. The score is BM25's, higher is better."""

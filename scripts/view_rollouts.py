@@ -191,23 +191,17 @@ def write_page(folders: list[Path], path: Path) -> str:
         data["runs"].append({**run.info(), "which": f"{run.name}: {which}"})
         rollouts = [{**run.log.rollout(each), "run": number, "words": run.log.rollouts[each].words} for each in chosen]
         data["rollouts"] += rollouts
-        data["images"] |= images_of_page(run, rollouts, MOST_IMAGE_BYTES // len(runs))
+        most = MOST_IMAGE_BYTES // len(runs)
+        for name in dict.fromkeys(str(each["name"]) for item in rollouts for each in item["row"].get("images") or []):
+            path = run.image(name)
+            if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", name) and path.is_file() and path.stat().st_size <= most:
+                image = path.read_bytes()
+                most -= len(image)
+                data["images"][name] = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     data["panels"] = curves(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(data, " and ".join(run.name for run in runs)), encoding="utf-8")
     return "; ".join(run["which"] for run in data["runs"])
-
-
-def images_of_page(run: Run, rollouts: list[dict[str, Any]], most: int) -> dict[str, str]:
-    """The images of a page's rollouts as data URIs, by their names, while their files have at most so many bytes."""
-    found: dict[str, str] = {}
-    for name in dict.fromkeys(each["name"] for item in rollouts for each in item["row"].get("images") or []):
-        path = run.image(name)
-        if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", str(name)) and path.is_file() and path.stat().st_size <= most:
-            data = path.read_bytes()
-            most -= len(data)
-            found[name] = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    return found
 
 
 # -- a server --

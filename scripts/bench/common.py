@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ class VLLMServer:
     """A vLLM server on the CPU in a process group of its own; `with VLLMServer(model) as server: server.port`.
 
     `log` is the file for what the server says (None: a temporary one), `timeout` the seconds that it may take to
-    start, `python` the interpreter that runs it, and `env` has variables of its environment. `RuntimeError` if it ended
-    while it started or is not up in time; the message has the end of its log.
+    start, `python` the interpreter that runs it, and `env` has variables of its environment. `RuntimeError` if it
+    ended while it started or is not up in time; the message has the end of its log.
     """
 
     def __init__(
@@ -176,6 +176,12 @@ def rounded(value: Any, digits: int = 4) -> Any:
     if isinstance(value, list):
         return [rounded(v, digits) for v in value]
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
 
 
 def write_json(path: Path, results: Results) -> None:

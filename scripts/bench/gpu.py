@@ -6,12 +6,11 @@
     python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/results/gpu.json
 
 The model has the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json), random weights in float32 and bf16
-autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
-is compared is the machinery, not the conversation. `step` is the rest of a step, without generation, on conversations
-of two or three turns that were made before (scripts/bench/step.py): the prompt of a group computed once or for each of
-its rollouts, and TRL's trainer. `gradients` compares what they come to, also of edited histories, with gradient
-checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn: hf_recipes/tiny/calculator.yaml and zoom.yaml in
-bf16. Logs and outputs of the cases are in runs/bench_gpu.
+autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides.
+`step` is the rest of a step, on conversations of two or three turns that were made before (scripts/bench/step.py): the
+prompt of a group computed once or for each of its rollouts, and TRL's trainer. `gradients` compares what they come to,
+also of edited histories, with gradient checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn in bf16.
+Logs and outputs of the cases are in runs/bench_gpu.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
 share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two
@@ -82,13 +81,6 @@ CASE_SECONDS = 1800  # after which a case has failed
 # Of the trainer's log; what remains of a step is the training itself.
 PHASES = {"rollouts": "rollout/wait_seconds", "sync": "sync/seconds"}
 EXACT_MATCH = "rewards/exact_match_reward_func/mean"
-
-
-def why_not(case: str, gpus: int) -> str | None:
-    """Why this machine cannot run a case."""
-    alone = gpus == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    needed = (2 - alone) if case.startswith("server, nccl") else int("colocate" in case)
-    return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None
 
 
 # -- One case: a process of its own --
@@ -170,10 +162,10 @@ def run_case(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], **common)
     else:
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None, max_turn_tokens=options.tokens)
-        port = options.port and {"vllm_server_host": "127.0.0.1", "vllm_server_port": options.port}
+        server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": options.port} if options.port else {}
         args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
         own = {"turn_reward_funcs": [], "outcome_reward_funcs": [calculator_reward], "peft_config": adapter}
-        trainer = mt.MTGRPOEnvTrainer(env=env, args=args, **own, **(port or {}), **common)
+        trainer = mt.MTGRPOEnvTrainer(env=env, args=args, **own, **server, **common)
     trainer.train()
     return {
         "seconds": watch.seconds,
@@ -188,6 +180,14 @@ def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any
 
     Raises `RuntimeError` where prompts were to be shared and were not: then it is not what is to be measured.
     """
+    import gc
+
+    import torch
+
+    gc.collect()  # the last trainer
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     conversations = make_conversations(shape)
     if shape.get("edited"):
         conversations = edited(conversations)
@@ -226,18 +226,6 @@ def shapes_of(case: str, options: argparse.Namespace) -> dict[str, dict[str, Any
     return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in SHAPES_OF[case]}
 
 
-def freed() -> None:
-    """The last trainer is gone, and with it its memory."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """`steps`: shape -> side -> seconds per step, and `allocated`, bytes of the GPU by torch at the most.
 
@@ -256,8 +244,6 @@ def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
             found.setdefault(name, {})[title] = {"seconds": watch.seconds[WARM_UP:], "allocated": peak}
             print(name, title, found[name][title], flush=True)
-            del watch
-            freed()
             Path(options.out).write_text(json.dumps({"steps": found}))
     return {"steps": found}
 
@@ -285,8 +271,6 @@ def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
                 away = ((watch.gradients - exact).norm() / exact.norm()).item()
                 found[name][f"{title}, {precision}"] = away
                 print(name, title, precision, away, "norm", watch.gradients.norm().item(), flush=True)
-                del watch
-                freed()
         Path(options.out).write_text(json.dumps({"gradients": found}))
     return {"gradients": found}
 
@@ -303,34 +287,29 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 # -- All cases --
 
 
-def make_server(model: Path, case: str, gpus: list[str], options: argparse.Namespace) -> VLLMServer:
-    """A bf16 server on the last GPU, which is the trainer's where there is one only; on a CPU without any."""
+def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str], folder: Path) -> dict[str, Any]:
+    """A case's row: what its process returned, or `error`.
+
+    A bf16 server has the last GPU, which is the trainer's if there is one only; without any it is on the CPU.
+    """
+    output, log = folder / f"{case}.json", folder / f"{case}.log"
+    output.unlink(missing_ok=True)
+    job = {**vars(options), "run": case, "model": str(model), "out": str(output), "port": None}
+    place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
     flags += ["--max-model-len", str(512 + options.tokens)]
     if gpus:
         flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else SHARE)]
     if case.startswith("server, nccl"):
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
-    return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
-
-
-def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str], folder: Path) -> dict[str, Any]:
-    """A case's row: what its process returned, or `error`."""
-    output, log = folder / f"{case}.json", folder / f"{case}.log"
-    output.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output)]
-    for name in ("steps", "tokens", "rollouts"):
-        command += [f"--{name}", str(getattr(options, name))]
-    command += ["--tiny"] * options.tiny
-    place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     try:
         with ExitStack() as stack:
             if case.startswith("server"):
-                server = stack.enter_context(make_server(model, case, gpus, options))
-                command += ["--port", str(server.port)]
+                of_server = {"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""}
+                job["port"] = stack.enter_context(VLLMServer(model, *flags, timeout=600.0, env=of_server)).port
             said = stack.enter_context(open(log, "w"))
             ends = {"stdout": said, "stderr": said, "timeout": CASE_SECONDS}
-            done = subprocess.run(command, cwd=ROOT, env=place, **ends)
+            done = subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], cwd=ROOT, env=place, **ends)
     except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
         return {"error": str(error)}
     found = aggregate(case, json.loads(output.read_text())) if output.is_file() else {}
@@ -373,34 +352,6 @@ def summary(row: dict[str, Any]) -> dict[str, float | None]:
     return found
 
 
-def table(about: str, columns: list[str], rows: dict[str, list[str]]) -> list[str]:
-    """A table with a row per kind of conversations, or nothing without rows."""
-    if not rows:
-        return []
-    lines = ["", about, "", f"| conversations | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return lines + [f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()]
-
-
-def step_lines(steps: dict[str, Any]) -> list[str]:
-    """The table of steps without generation. A cell without figures is a run that did not come to its end."""
-    shown, rows = [side for side in STEP_SIDES if any(side in sides for sides in steps.values())], {}
-    for title, sides in steps.items():
-        cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
-        both = "TRL" in sides and "shared prompts" in sides
-        ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
-        rows[title] = [*cells, ratio]
-    about = f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:"
-    return table(about, [*shown, "TRL / shared"], rows)
-
-
-def gradient_lines(gradients: dict[str, Any]) -> list[str]:
-    """The table of distances between gradients."""
-    names = [name for name in next(iter(gradients.values()), {})][1:]
-    rows = {title: [f"{found[n]:.1e}" if n in found else "-" for n in names] for title, found in gradients.items()}
-    about = "Distance of the whole model's gradient from that of a row per rollout in float32, relative:"
-    return table(about, names, rows)
-
-
 def section(results: dict[str, Any]) -> str:
     """The page's tables: of each card and set of versions its own, the last added first."""
     return "\n\n".join(run_section(run) for run in reversed(results["runs"]))
@@ -408,33 +359,46 @@ def section(results: dict[str, Any]) -> str:
 
 def run_section(results: dict[str, Any]) -> str:
     """The tables of the cases that were run with the same card, versions and settings."""
-    of, place = results["settings"], results["machine"]
+    of, place, cases = results["settings"], results["machine"], results["cases"]
+    forms = {"step": "{:.2f} s", "rollouts": "{:.2f} s", "sync": "{:.2f} s", "training": "{:.2f} s",
+             "allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}  # fmt: skip
+    rows = [
+        [
+            case,
+            *("-" if row["summary"][key] is None else form.format(row["summary"][key]) for key, form in forms.items()),
+        ]
+        for case, row in cases.items()
+        if "summary" in row
+    ]
+    head = ["case", "a step", "rollouts", "sync", "the rest", "GiB by torch", "GiB of the GPU"]
     lines = [
         f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
         f"{results['parameters'] / 1e9:.1f}B parameters with random weights, float32 with bf16 autocast, medians of "
         f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}, vLLM {place.get('vllm', 'none')}).",
         "",
-        "| case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean |",
-        "|---|---|---|---|---|---|---|---|",
+        *common.table([*head, "logprob difference, mean"], rows),
     ]
-    for case, row in results["cases"].items():
-        if "summary" not in row:
-            continue
-        got = row["summary"]
-        forms = dict.fromkeys(("step", "rollouts", "sync", "training"), "{:.2f} s")
-        forms |= {"allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}
-        cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    cases = results["cases"]
-    lines += step_lines(cases.get("step", {}).get("steps", {}))
-    lines += gradient_lines(cases.get("gradients", {}).get("gradients", {}))
-    for case, row in results["cases"].items():
+    if steps := cases.get("step", {}).get("steps"):  # a cell without figures is a run that did not come to its end
+        shown, rows = [side for side in STEP_SIDES if any(side in sides for sides in steps.values())], []
+        for title, sides in steps.items():
+            cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
+            both = "TRL" in sides and "shared prompts" in sides
+            ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
+            rows.append([title, *cells, ratio])
+        lines += ["", f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:", ""]
+        lines += common.table(["conversations", *shown, "TRL / shared"], rows)
+    if gradients := cases.get("gradients", {}).get("gradients"):
+        names = list(next(iter(gradients.values())))[1:]
+        rows = [[title, *(f"{of[n]:.1e}" if n in of else "-" for n in names)] for title, of in gradients.items()]
+        about = "Distance of the whole model's gradient from that of a row per rollout in float32, relative:"
+        lines += ["", about, "", *common.table(["conversations", *names], rows)]
+    for case, row in cases.items():
         if "skipped" in row:
             lines += ["", f"`{case}` was left out: it {row['skipped']}."]
         if "error" in row:
             lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
     for case, recipe in RECIPES.items():
-        if match := results["cases"].get(case, {}).get("exact_match"):
+        if match := cases.get(case, {}).get("exact_match"):
             said = f"exact match {match['first']:.2f} in the first step, {match['last']:.2f} in the last ten"
             lines += ["", f"`{recipe}` in bf16: {said} of {match['steps']}."]
     for note in results.get("notes", []):  # written by hand, of how a run came about
@@ -446,17 +410,18 @@ FRAME = Frame("gpu", section)
 
 
 def main(argv: list[str] | None = None) -> int:
-    number, of_a_case = {"type": int}, {"help": argparse.SUPPRESS}  # of a case's own process
+    number = {"type": int}
     options = FRAME.parse(
         __doc__, argv, None, tiny={"action": "store_true", "help": "two steps of the bundled model"},
         case={"choices": CASES, "action": "append"}, steps=number, rollouts=number, tokens=number,
-        run=of_a_case, model=of_a_case, port=of_a_case | number, out=of_a_case,
+        job={"help": argparse.SUPPRESS, "type": json.loads},
     )  # fmt: skip
     if options is None:
         return 0
     for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):
         setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
-    if options.run:
+    if options.job:  # the process of a case
+        options = argparse.Namespace(**options.job)
         run = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0], run_case)
         Path(options.out).write_text(json.dumps(run(options, str(Path(options.out).with_suffix("")))))
         return 0
@@ -494,7 +459,9 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
     if not options.case:
         run["cases"] = {}
     for case in options.case or CASES:
-        reason = why_not(case, len(gpus))
+        shared = len(gpus) == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        needed = (2 - shared) if case.startswith("server, nccl") else int("colocate" in case)
+        reason = f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if len(gpus) < needed else None
         row = run["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
         FRAME.keep(results, options.tiny)
         said = f"{row['summary']['step']:.2f} s a step" if "summary" in row else json.dumps(row)

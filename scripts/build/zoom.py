@@ -90,18 +90,14 @@ def draw_picture(digits: list[int], scale: int, rng: random.Random) -> Image.Ima
     return image.resize((side * scale, side * scale), Image.Resampling.NEAREST)
 
 
-def make_row(rng: random.Random, scale: int = 1) -> dict[str, Any]:
-    """A picture and a question about one of its corners; `image` is one of PIL."""
-    digits, place = rng.sample(range(10), 4), rng.randrange(4)
-    corner, answer = CORNERS[place], str(digits[place])
-    row = {"question": f"Which digit is {corner}?", "answer": answer, "corner": corner}
-    return {**row, "image": draw_picture(digits, scale, rng), "digits": digits}
-
-
 def make_rows(split: str, size: int, scale: int = 1) -> list[dict[str, Any]]:
-    """Rows of a split; those of another split have other pictures."""
-    rng = random.Random(f"zoom {split}")
-    return [make_row(rng, scale) for _ in range(size)]
+    """Rows of a split, each a picture of PIL and a question about one of its corners; splits share no picture."""
+    rng, rows = random.Random(f"zoom {split}"), []
+    for _ in range(size):
+        digits, place = rng.sample(range(10), 4), rng.randrange(4)
+        row = {"question": f"Which digit is {CORNERS[place]}?", "answer": str(digits[place]), "corner": CORNERS[place]}
+        rows.append({**row, "image": draw_picture(digits, scale, rng), "digits": digits})
+    return rows
 
 
 def write_data(folder: Path, num_rows: dict[str, int], scale: int = 1) -> None:

@@ -91,7 +91,13 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
     """The checks, the server if the recipe needs one, and the training. Returns the trainer's exit code."""
     # Everything that can be wrong with the recipe and the arguments is found here, before a server is started.
     say(f"checking {recipe}")
-    plan = make_plan(launch, [python, "scripts/launch/launch_plan.py", "--config", recipe, *arguments])
+    # The process of the checks imports the trainer and is gone before anything else is started.
+    command = [python, "scripts/launch/launch_plan.py", "--config", recipe, *arguments]
+    checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
+    output, _ = checks.communicate()
+    if checks.returncode or not output.strip():  # it said what is wrong
+        raise SystemExit(exit_code(checks))
+    plan = json.loads(output)
     Path(plan["output_dir"]).mkdir(parents=True, exist_ok=True)
     arguments = ["--config", recipe, *arguments]
     servers = start_servers(launch, python, plan) if plan["starts_server"] else []
@@ -258,15 +264,6 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
 def package_path() -> dict[str, str]:
     """Where a copy of the trainer, in whatever folder, finds the package `mt_grpo`."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-
-
-def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
-    """What launch_plan.py found out. Its process imports the trainer and is gone before anything else is started."""
-    checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
-    output, _ = checks.communicate()
-    if checks.returncode or not output.strip():  # it said what is wrong
-        raise SystemExit(exit_code(checks))
-    return json.loads(output)
 
 
 class Server:
