@@ -71,11 +71,7 @@ RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names
 
 
 def ends_in(config: GenerationConfig) -> list[int]:
-    """The ids that end a turn by a generation config. Training ends turns there too.
-
-    >>> [ends_in(GenerationConfig(eos_token_id=ids)) for ids in (2, [2, 7], None)]
-    [[2], [2, 7], []]
-    """
+    """The ids that end a turn by a generation config. Training ends turns there too."""
     ends = config.eos_token_id
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
@@ -196,7 +192,12 @@ def evaluate(
     with contextlib.suppress(OSError):  # a served model may have no such file here
         generation = generation or GenerationConfig.from_pretrained(path, revision=revision_of(path, model_args))
     env.add_ends(ends_in(generation) if generation else [])
-    rows = load_problems(script_args, split, num_problems, env)
+    if dataset := script_args.dataset_name:
+        named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}.get(split, split)
+        rows = load_rows(dataset, named, num_problems, script_args.dataset_config, env.environments is None)
+    else:
+        load_splits(script_args, "no", env.environments)  # raises unless an environment may bring the prompts
+        rows = empty_prompts(num_problems)
     check_images(rows, split, env)
     env.max_model_len = getattr(config.get_text_config(), "max_position_embeddings", None)
     if served:
@@ -247,7 +248,7 @@ def evaluate(
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
         "weights": weights,
-        "file": Path(script_args.dataset_name or "").name if Path(script_args.dataset_name or "").is_file() else None,
+        "file": Path(dataset).name if Path(dataset or "").is_file() else None,
         "num_problems": len(rows), "k": k, "seed": None if served or greedy else seed,
         "temperature": 0.0 if greedy else args.temperature,
         "rewards": {
@@ -280,18 +281,6 @@ def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]
     ]
 
 
-def load_problems(
-    script_args: mt.MTGRPOScriptArguments, split: str, num_problems: int, env: mt.MultiTurnToolEnv
-) -> Any:
-    """The first rows of a split; without a dataset so many empty prompts, for an environment that brings its own."""
-    needs_prompt, name = env.environments is None, script_args.dataset_name
-    if not name:
-        load_splits(script_args, "no", env.environments)  # raises unless an environment may bring the prompts
-        return empty_prompts(num_problems)
-    named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}
-    return load_rows(name, named.get(split, split), num_problems, script_args.dataset_config, needs_prompt)
-
-
 def roll_out(
     backend: Any, env: mt.MultiTurnToolEnv, rows: list, sampling: dict, seed: int, batch_size: int, bar: tqdm
 ) -> list[Rollout]:
@@ -319,8 +308,7 @@ def score(
 ) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
 
-    `asked`: further arguments of the functions. No function sees a rollout whose environment failed. Raises
-    `RuntimeError` if all did.
+    No function sees a rollout whose environment failed. Raises `RuntimeError` if all did.
     """
     rollouts = batch.rollouts
     if all(rollout.failed for rollout in rollouts):

@@ -136,21 +136,14 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
 
 
 def trained_advantages(turn: dict[str, Any]) -> list[float]:
-    """The advantages of a turn's tokens that are in the loss.
-
-    >>> trained_advantages({"advantages": [0.5, 0.5, 0.5], "loss_mask": [1, 1, 0]})
-    [0.5, 0.5]
-    """
+    """The advantages of a turn's tokens that are in the loss."""
     return [advantage for advantage, mask in zip(turn["advantages"], turn["loss_mask"], strict=True) if mask]
 
 
 def notes(rows: list[dict[str, Any]], credit: dict[str, str], unused: list[str]) -> list[str]:
-    """Sentences about a group whose numbers would otherwise be misread.
+    """Sentences about a group of rows of the log whose numbers would otherwise be misread.
 
-    Args:
-        rows: Of the log of rollouts.
-        credit: What the advantages were computed with.
-        unused: The reward functions whose numbers move no advantage.
+    `credit` is what the advantages were computed with, `unused` the reward functions whose numbers move no advantage.
     """
     found, turns = [], [turn for row in rows for turn in row["turns"]]
     trained = [advantage for turn in turns for advantage in trained_advantages(turn)]
@@ -179,21 +172,15 @@ def seen(char: str) -> str:
     >>> [seen(c) for c in "a \\n\\t\\x1b\\u202e\\u00a0"]
     ['a', ' ', '↵', '⇥', '␛', '⟨U+202E⟩', '␣']
     """
-    if char.isprintable():
-        return char
-    if char in "\n\t":
-        return {"\n": "↵", "\t": "⇥"}[char]
+    if char.isprintable() or char in "\n\t":
+        return {"\n": "↵", "\t": "⇥"}.get(char, char)
     if ord(char) < 0x20:
         return chr(0x2400 + ord(char))  # Unicode's pictures of control characters
     return "␣" if unicodedata.category(char) == "Zs" else f"⟨U+{ord(char):04X}⟩"
 
 
 def one_line(text: str, width: int | None = None) -> str:
-    """Text for one line of a terminal, cut to `width` characters.
-
-    >>> one_line("two\\nlines", 7)
-    'two↵li…'
-    """
+    """Text for one line of a terminal, cut to `width` characters."""
     line = "".join(map(seen, text))
     return line if width is None or len(line) <= width else line[: max(width - 1, 0)] + "…"
 

@@ -51,29 +51,28 @@ def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
 
 def end(leaders: list[Leader], mark: str, seconds: float) -> None:
     """End all processes of the launch; those that are deaf to SIGTERM after `seconds`."""
+
+    def signal_all(method: str) -> None:
+        for process in left:  # psutil makes sure that a number is not another process's
+            with contextlib.suppress(psutil.Error):
+                getattr(process, method)()
+
     left = living(leaders, mark)
     if left:
         names = dict.fromkeys(name for name, process in leaders if process in left)
         names = names or ["processes that were left behind"]
         say(f"stopping the {' and the '.join(names)}")
-    send("terminate", left)
+    signal_all("terminate")
     deadline = time.monotonic() + seconds
     while (left := living(leaders, mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:
-        send("kill", left)
+        signal_all("kill")
         time.sleep(0.2)
         left = living(leaders, mark)
     if left:
         say(f"warning: still running after KILL: {' '.join(str(process.pid) for process in left)}", sys.stderr)
-
-
-def send(method: str, processes: list[psutil.Process]) -> None:
-    """`terminate` or `kill` for those that still live; psutil makes sure that a number is not another process's."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            getattr(process, method)()
 
 
 def say(text: str, stream=None) -> None:

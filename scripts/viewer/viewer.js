@@ -513,11 +513,11 @@ async function showRollout(run, id) {
   const item = { ...await source.rollout(run, id), run }, colour = COLOURS[state.colour], scale = scaleOf([item], colour);
   const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
   const at = known.list.indexOf(id);
-  const go = (to, label, key) => to !== undefined && el("a", { href: conversationHash("rollout", run, to), "data-key": key }, label);
+  const go = (to, label) => to !== undefined && el("a", { href: conversationHash("rollout", run, to) }, label);
   return [
-    el("div", { class: "bar" }, el("a", { href: conversationHash("group", run, id), "data-key": "g" }, "◂ group"),
-      el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "list"),
-      go(known.list[at - 1], "previous", "p"), at >= 0 && go(known.list[at + 1], "next", "n"),
+    el("div", { class: "bar" }, el("a", { href: conversationHash("group", run, id) }, "◂ group"),
+      el("a", { href: hashOf("rollouts", known.query) }, "list"),
+      go(known.list[at - 1], "previous"), at >= 0 && go(known.list[at + 1], "next"),
       at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "end of this page of the list"),
       colourBar([item], "rollout", run, id)),
     hints([item]),
@@ -576,14 +576,14 @@ async function groupChoices(item, run) {
   const open = (event) => { location.hash = event.currentTarget.value; };
   const choice = (name, options) => el("label", {}, name, el("select", { name, onchange: open }, options.map(([value, text, selected]) =>
     el("option", { value, selected }, text))));
-  const go = (to, label, key) => to && el("a", { href: conversationHash("group", run, to.id), "data-key": key }, label);
+  const go = (to, label) => to && el("a", { href: conversationHash("group", run, to.id) }, label);
   return el("div", { class: "choices" }, runs.length > 1 && choice("run", runs.map(({ name }, i) => [`#group/${i}`, name, i === run])),
     choice("step", runs[run].steps.map(([step, mode]) =>
       [hashOf(`group/${run}`, { step, mode }), stepText(step, mode), step === item.step && mode === item.mode])),
     choice("prompt", rows.map((row, i) =>
       [conversationHash("group", run, row.id), `group ${groupName(row)}: ${row.prompt.slice(0, 120)}`, i === at])),
-    go(rows[at - 1], "previous", "p"), go(rows[at + 1], "next", "n"),
-    el("a", { href: lastTable(), "data-key": "Escape" }, "list"));
+    go(rows[at - 1], "previous"), go(rows[at + 1], "next"),
+    el("a", { href: lastTable() }, "list"));
 }
 
 const byReward = (items) => [...items].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
@@ -613,12 +613,6 @@ async function showGroup(run, id, query) {
 
 // -- 6. The page --
 
-const KEYS = [["/", "search"], ["j, k", "down and up in the list"], ["Enter", "open"],
-  ["n, p", "next and previous rollout or prompt"], ["g", "the group of this rollout"], ["c", "the next colour"],
-  ["Esc", "back to the list"], ["1, 2, 3", "group, curves, rollouts"], ["?", "this list of keys"]];
-const help = el("dialog", { "aria-label": "Keys" }, el("h2", {}, "Keys"),
-  el("dl", {}, KEYS.map(([key, text]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, text)])),
-  el("form", { method: "dialog" }, el("button", {}, "Close")));
 const counts = el("span", { class: "soft", id: "total" });
 const problems = el("div", { id: "notes" });
 const links = [["group", "Group"], ["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]) =>
@@ -663,8 +657,6 @@ async function show() {
   state.shown = kind;
   if (view === "rollout") main.querySelector(`#r${Number(id)}t${Number(query.turn)}`)?.scrollIntoView();
   links[2].href = lastTable();
-  if (state.search) main.querySelector("input[name=text]").focus({ preventScroll: true });
-  state.search = false;
 }
 
 async function look() {  // whether a running job has added rollouts
@@ -689,39 +681,11 @@ async function look() {  // whether a running job has added rollouts
   if (!busy && now() !== before && follows) await show();
 }
 
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
-  if (event.target.matches("input, select, textarea")) {
-    if (event.key !== "Escape") return;
-    event.preventDefault();  // a search field would be emptied
-    event.target.blur();
-    return;
-  }
-  const link = main.querySelector(`[data-key="${CSS.escape(event.key)}"]`);
-  if (link) link.click();
-  else if (event.key === "/" && !DATA.only) {
-    state.search = true;
-    state.filters = true;
-    if (place().parts[0] === "rollouts") show(); else location.hash = lastTable();
-  } else if (["j", "k"].includes(event.key)) {
-    const places = [...main.querySelectorAll("tbody a")], at = places.indexOf(document.activeElement);
-    places[Math.max(0, Math.min(places.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
-  } else if (event.key === "c" && main.querySelector("[data-colour]")) {
-    const usable = [...main.querySelectorAll("[data-colour]:enabled")];
-    usable[(usable.findIndex((each) => each.dataset.colour === state.colour) + 1) % usable.length].click();
-  } else if (["1", "2", "3"].includes(event.key) && !DATA.only) links[event.key - 1].click();
-  else if (event.key === "?") help.showModal();
-  else return;
-  event.preventDefault();
-});
-
 (async () => {
   state.info = await source.info();
   const title = DATA.title || state.info.runs.map((run) => run.name).join(" and ");
-  document.body.append(el("header", {}, el("h1", {}, title), counts,
-    el("button", { type: "button", onclick: () => help.showModal(), "aria-label": "Keys" }, "?")),
-  ...(DATA.about ? [definitions(DATA.about)] : []), problems,
-  DATA.only ? "" : el("nav", { "aria-label": "Views" }, links), main, help);
+  document.body.append(el("header", {}, el("h1", {}, title), counts), ...(DATA.about ? [definitions(DATA.about)] : []), problems,
+  DATA.only ? "" : el("nav", { "aria-label": "Views" }, links), main);
   header();
   window.addEventListener("hashchange", show);
   await show();

@@ -52,7 +52,7 @@ def logged(*turns, **more):
                                       {"role": "assistant", "content": turns[0]["text"]}],
             "turns": [*turns], "group": 0, "stop_reason": "answered", "reward": 1.0, "rewards": {},
             "turn_rewards": [None] * len(turns), "turn_advantages": [each["advantages"][0] for each in turns],
-            "num_tokens": 3, "policy_version": 0, **more}  # fmt: skip
+            "num_tokens": 3, "policy_version": 0, "num_prompt_messages": 1, **more}  # fmt: skip
 
 
 def group(**changes):
