@@ -124,8 +124,8 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         if getattr(args, key) != default_of(key, mt.recipe_classes()):
             credit[key] = recipe_text(getattr(args, key))
     model = trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
-    sampling = {"model": model, "training row": number_of_row, "rollouts": len(logged),
-                "temperature": f"{args.temperature:g}", "seed": args.seed}  # fmt: skip
+    sampling = {"model": model, "training row": number_of_row, "rollouts": len(logged)}
+    sampling |= {"temperature": f"{args.temperature:g}", "seed": args.seed}
     settings = [("gold answer", " | ".join(accepted_answers(row.get("answer"))))]
     for label, values in (("credit", credit), ("rollouts from", sampling)):
         settings.append((label, ", ".join(f"{name} {value}" for name, value in values.items())))

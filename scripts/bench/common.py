@@ -62,9 +62,14 @@ class VLLMServer:
     """
 
     def __init__(
-        self, model: str | Path, *flags: str, log: str | Path | None = None, timeout: float = 180.0,
-        python: str = sys.executable, env: dict[str, str] | None = None,
-    ):  # fmt: skip
+        self,
+        model: str | Path,
+        *flags: str,
+        log: str | Path | None = None,
+        timeout: float = 180.0,
+        python: str = sys.executable,
+        env: dict[str, str] | None = None,
+    ):
         self.model, self.flags, self.timeout, self.python, self.env = model, flags, timeout, python, env or {}
         self.port = free_port()
         self.log = Path(log or tempfile.mkstemp(prefix="vllm-", suffix=".log")[1])
@@ -178,10 +183,9 @@ def rounded(value: Any, digits: int = 4) -> Any:
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return [lines[0], "|---" * len(head) + "|", *lines[1:]]
+def table(head: str, rows: Iterable[str]) -> list[str]:
+    """The lines of a table in Markdown; the cells of the head and of a row are separated by " | "."""
+    return [f"| {head} |", "|---" * (head.count("|") + 1) + "|", *(f"| {row} |" for row in rows)]
 
 
 def write_json(path: Path, results: Results) -> None:

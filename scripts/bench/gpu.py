@@ -192,7 +192,7 @@ def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any
     if shape.get("edited"):
         conversations = edited(conversations)
     adapter = lora(shape.get("lora", False))
-    trainer = build_trainer(side, shape, conversations, folder, watch, adapter, **changes)
+    trainer = build_trainer(side, shape, conversations, folder, watch, adapter=adapter, **changes)
     trainer.train()
     if side == "ours" and changes.get("share_prompts", True) and trainer.layout.kind != "shared":
         raise RuntimeError(f"{shape['title']}: the rows are {trainer.layout}. Expected rows that share prompts.")
@@ -360,23 +360,20 @@ def section(results: dict[str, Any]) -> str:
 def run_section(results: dict[str, Any]) -> str:
     """The tables of the cases that were run with the same card, versions and settings."""
     of, place, cases = results["settings"], results["machine"], results["cases"]
-    forms = {"step": "{:.2f} s", "rollouts": "{:.2f} s", "sync": "{:.2f} s", "training": "{:.2f} s",
-             "allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}  # fmt: skip
-    rows = [
-        [
-            case,
-            *("-" if row["summary"][key] is None else form.format(row["summary"][key]) for key, form in forms.items()),
-        ]
-        for case, row in cases.items()
-        if "summary" in row
-    ]
-    head = ["case", "a step", "rollouts", "sync", "the rest", "GiB by torch", "GiB of the GPU"]
+    forms = dict.fromkeys(("step", "rollouts", "sync", "training"), "{:.2f} s")
+    forms |= {"allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}
+    rows = []
+    for case, row in cases.items():
+        if got := row.get("summary"):
+            cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
+            rows.append(" | ".join([case, *cells]))
+    head = "case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean"
     lines = [
         f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
         f"{results['parameters'] / 1e9:.1f}B parameters with random weights, float32 with bf16 autocast, medians of "
         f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}, vLLM {place.get('vllm', 'none')}).",
         "",
-        *common.table([*head, "logprob difference, mean"], rows),
+        *common.table(head, rows),
     ]
     if steps := cases.get("step", {}).get("steps"):  # a cell without figures is a run that did not come to its end
         shown, rows = [side for side in STEP_SIDES if any(side in sides for sides in steps.values())], []
@@ -384,14 +381,15 @@ def run_section(results: dict[str, Any]) -> str:
             cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
             both = "TRL" in sides and "shared prompts" in sides
             ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
-            rows.append([title, *cells, ratio])
+            rows.append(" | ".join([title, *cells, ratio]))
         lines += ["", f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:", ""]
-        lines += common.table(["conversations", *shown, "TRL / shared"], rows)
+        lines += common.table(" | ".join(["conversations", *shown, "TRL / shared"]), rows)
     if gradients := cases.get("gradients", {}).get("gradients"):
         names = list(next(iter(gradients.values())))[1:]
-        rows = [[title, *(f"{of[n]:.1e}" if n in of else "-" for n in names)] for title, of in gradients.items()]
+        cells = {title: [f"{of[n]:.1e}" if n in of else "-" for n in names] for title, of in gradients.items()}
+        rows = (" | ".join([title, *each]) for title, each in cells.items())
         about = "Distance of the whole model's gradient from that of a row per rollout in float32, relative:"
-        lines += ["", about, "", *common.table(["conversations", *names], rows)]
+        lines += ["", about, "", *common.table(" | ".join(["conversations", *names]), rows)]
     for case, row in cases.items():
         if "skipped" in row:
             lines += ["", f"`{case}` was left out: it {row['skipped']}."]
@@ -410,12 +408,10 @@ FRAME = Frame("gpu", section)
 
 
 def main(argv: list[str] | None = None) -> int:
-    number = {"type": int}
-    options = FRAME.parse(
-        __doc__, argv, None, tiny={"action": "store_true", "help": "two steps of the bundled model"},
-        case={"choices": CASES, "action": "append"}, steps=number, rollouts=number, tokens=number,
-        job={"help": argparse.SUPPRESS, "type": json.loads},
-    )  # fmt: skip
+    tiny, number = {"action": "store_true", "help": "two steps of the bundled model"}, {"type": int}
+    case, job = {"choices": CASES, "action": "append"}, {"help": argparse.SUPPRESS, "type": json.loads}
+    further = {"tiny": tiny, "case": case, "steps": number, "rollouts": number, "tokens": number, "job": job}
+    options = FRAME.parse(__doc__, argv, None, **further)
     if options is None:
         return 0
     for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):

@@ -10,11 +10,10 @@ Shapes, one after another within each repetition, with the same prompts, limits 
 - reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once by a client
   that does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be
   much faster. The sum may exceed the engine's time, since waits are added to the server's work and not hidden.
-- lockstep: the shape of many multi-turn loops. Everybody's turn in one batch, wait for the slowest; the tools one
-  after another; the next turn.
+- lockstep: everybody's turn in one batch, wait for the slowest; the tools one after another; the next turn.
 
-The tool is the recipe's calculator after a wait (`time.sleep`). Conversations are sampled, so the shapes run different
-ones of the same length.
+The tool is the recipe's calculator after a wait. Conversations are sampled, so the shapes run different ones of the
+same length.
 """
 
 import asyncio
@@ -194,8 +193,8 @@ class Bench:
         prompts = [prompt for prompt in self.prompts[: conversations // GROUP] for _ in range(GROUP)]
         requests_made, chain = self.replayable
         # Requests for exactly as many tokens, which ask for what training needs of them: ids and logprobs.
-        request = {**sampling_defaults(), "model": self.model, "ignore_eos": True, "n": 1, "logprobs": 0,
-                   "return_token_ids": True, "skip_special_tokens": False}  # fmt: skip
+        request = {**sampling_defaults(), "model": self.model, "ignore_eos": True, "n": 1, "logprobs": 0}
+        request |= {"return_token_ids": True, "skip_special_tokens": False}
         bodies = [
             json.dumps({**request, "prompt": ids, "max_tokens": number, "min_tokens": number}).encode()
             for ids, number in (requests_made if shape == "reference" else ())
@@ -215,11 +214,10 @@ class Bench:
             requests_made, chain = client.recorded, longest_chain(rollouts, WAITS[wait])
         if shape == "engine":
             self.replayable = requests_made, chain
-        return {
-            "shape": shape, "conversations": conversations, "wait": wait, "tokens": sum(n for _, n in requests_made),
-            "client_cpu": seconds["cpu"], "seconds": seconds["wall"] + (shape == "reference") * chain,
-            "peak_mib": memory("VmHWM") / 2**20,
-        }  # fmt: skip
+        row = {"shape": shape, "conversations": conversations, "wait": wait}
+        row |= {"tokens": sum(n for _, n in requests_made), "client_cpu": seconds["cpu"]}
+        row["seconds"] = seconds["wall"] + (shape == "reference") * chain
+        return {**row, "peak_mib": memory("VmHWM") / 2**20}
 
 
 def measure(bench: Bench, short: bool) -> list[Row]:
@@ -262,8 +260,10 @@ def cell_text(values: list[float], form: str) -> str:
 
 def table(runs: list[Row]) -> list[str]:
     """A row for each size and wait that was measured."""
-    head = ["conversations", "tool wait", "conversations/s", "sampled tokens/s", "of the reference", "lockstep takes",
-            "client CPU s per 1,000", "peak memory, MiB"]  # fmt: skip
+    head = (
+        "conversations | tool wait | conversations/s | sampled tokens/s | of the reference | lockstep takes | "
+        "client CPU s per 1,000 | peak memory, MiB"
+    )
     lines = []
     for size, wait in itertools.product(SIZES, WAITS):
         cell = of_cell(runs, size, wait)
@@ -273,13 +273,13 @@ def table(runs: list[Row]) -> list[str]:
             [r["seconds"] / seconds[r["repetition"]] for r in cell[s]] for s in ("reference", "lockstep")
         )
         if rows:
-            lines.append((
-                f"{size:,}", f"{wait:g} s", cell_text([size / r["seconds"] for r in rows], ".1f"),
-                cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f"), cell_text(reference, ".2f"),
-                cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop)),
-                cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f"),
-                cell_text([r["peak_mib"] for r in rows], ",.0f"),
-            ))  # fmt: skip
+            rates = cell_text([size / r["seconds"] for r in rows], ".1f")
+            tokens = cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f")
+            slower = cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop))
+            cpu = cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f")
+            peak = cell_text([r["peak_mib"] for r in rows], ",.0f")
+            cells = f"{size:,}", f"{wait:g} s", rates, tokens, cell_text(reference, ".2f"), slower, cpu, peak
+            lines.append(" | ".join(cells))
     return common.table(head, lines)
 
 

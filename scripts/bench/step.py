@@ -5,17 +5,13 @@
     python scripts/bench/step.py --report    # only the section of docs/speed.md, from docs/results/step.json
 
 Two processes have one trainer each, built once from the same model, optimizer, seed, dataset, batch and number of
-threads. They take turns: one step here, then one step there, never at once, and the order changes from pair to pair.
-Memory is measured after that, in two more processes, because it needs other settings of the C library. The result is
-ours / TRL's, in wall seconds and in CPU seconds of the whole process. The order within a pair matters: with the tiny
-recipe the first step took 1.67 s and the second 1.95 s, whichever side took them. So two neighbouring pairs, of
-opposite orders, give one ratio, the geometric mean of theirs, and the median is over these.
+threads. They take turns, never at once, and the order changes from pair to pair. Memory is measured after that, in two
+more processes, because it needs other settings of the C library. The result is ours / TRL's, in wall seconds and in
+CPU seconds of the whole process. With the tiny recipe the first step of a pair took 1.67 s and the second 1.95 s,
+whichever side took them. So two neighbouring pairs, of opposite orders, give one ratio, the geometric mean of theirs.
 
-A step lasts from one `on_step_begin` of `train()` to the next: rewards, tensors, credit, forward passes, loss,
-backward, optimizer, metrics, logging, the next rows of the dataset. Generation is replaced in both by the same canned
-conversations, prepared anew for each step while nothing is timed. Both correct for importance sampling.
-
-What is fair here, in both directions:
+A step lasts from one `on_step_begin` of `train()` to the next. Generation is replaced in both by the same canned
+conversations, prepared anew for each step while nothing is timed. What is fair here, in both directions:
 - TRL gets them through `rollout_func`, as ready lists of ids, masks and logprobs. The trainer here gets `Rollout`
   objects, so that deriving those lists from the turns is in its time only.
 - TRL decodes completions after it has generated; the trainer here is made to decode each turn once in its step.
@@ -219,11 +215,8 @@ def build_model(shape: Shape) -> Any:
     return AutoModelForCausalLM.from_pretrained(MODEL, config=config, dtype=torch.float32)
 
 
-def build_trainer(
-    side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any, adapter: Any = None,
-    **changes: Any,
-) -> Any:  # fmt: skip
-    """TRL's trainer or ours, with `changes` of their settings, and an adapter's configuration if there is one.
+def build_trainer(side: str, shape: Shape, conversations: list, folder: str, meter: Any, **changes: Any) -> Any:
+    """TRL's trainer or ours, with `changes` of their settings; `adapter` is the configuration of one.
 
     It is as if vLLM had sampled: importance sampling is corrected for.
     """
@@ -231,7 +224,7 @@ def build_trainer(
     from transformers import AutoTokenizer
     from transformers.trainer_callback import PrinterCallback
 
-    rows_per_pass = shape["rows"] or shape["rollouts"]
+    adapter, rows_per_pass = changes.pop("adapter", None), shape["rows"] or shape["rollouts"]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     rows = [{"prompt": c["prompt"], "answer": c["answer"]} for c in conversations[:: shape["G"]]]
     settings = {
@@ -242,8 +235,8 @@ def build_trainer(
         "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "seed": 42, "shuffle_dataset": False, **changes,
     }  # fmt: skip
-    common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200), "callbacks": [meter],
-              "processing_class": tokenizer, "peft_config": adapter}  # fmt: skip
+    common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200), "callbacks": [meter]}
+    common |= {"processing_class": tokenizer, "peft_config": adapter}
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
 
@@ -364,12 +357,6 @@ def both_sides(
 # -- Pairs --
 
 
-def chosen(short: bool) -> dict[str, Shape]:
-    """The shapes to run, at their short sizes if so."""
-    shapes = {name: shape for name, shape in SHAPES.items() if not short or shape["short"]}
-    return {name: {**DEFAULTS, **shape, **(shape["short"] if short else {})} for name, shape in shapes.items()}
-
-
 def lengths_of(conversations: list[Conversation]) -> list[int]:
     """Tokens of each conversation after its prompt."""
     return [sum(len(t["token_ids"]) + len(t["observation_ids"]) for t in c["turns"]) for c in conversations]
@@ -432,8 +419,7 @@ def section(results: dict[str, Any]) -> str:
         f"{where['trl']}.",
         "",
     ]
-    head = ["batch", "prompt", "completions: mean, longest", "TRL's step", "times as fast", "in CPU seconds", "goal",
-            "peak memory", "computed"]  # fmt: skip
+    head = "batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal | peak memory"
     rows = []
     for row in results["shapes"].values():
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
@@ -442,12 +428,12 @@ def section(results: dict[str, Any]) -> str:
             for kind in ("wall", "cpu")
         )
         computed = "-" if row.get("generates") else f"{each['trl']:.1f}, {each['ours']:.1f}"
-        rows.append((
-            f"{row['title']}: {row['rollouts']} rollouts", str(row["prompt"] or "-"),
-            f"{row['tokens']:,}, {row['longest']:,}", f"{row['median_seconds']['trl']['wall']:.2f} s", wall, cpu,
-            str(row["goal"] or "-"), f"{peak['ours']:,.0f} of {peak['trl']:,.0f} MiB", computed,
-        ))  # fmt: skip
-    return "\n".join([*lines, *table(head, rows)])
+        rows.append(
+            f"{row['title']}: {row['rollouts']} rollouts | {row['prompt'] or '-'} | {row['tokens']:,}, "
+            f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
+            f"{row['goal'] or '-'} | {peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {computed}"
+        )
+    return "\n".join([*lines, *table(f"{head} | computed", rows)])
 
 
 FRAME = Frame("step", section)
@@ -461,7 +447,10 @@ def main(argv: list[str] | None = None) -> None:
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
     os.environ |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "20000", "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    rows = {name: run_shape(shape, threads) for name, shape in chosen(options.short).items()}
+    shapes = {name: {**DEFAULTS, **shape} for name, shape in SHAPES.items() if not options.short or shape["short"]}
+    if options.short:
+        shapes = {name: {**shape, **shape["short"]} for name, shape in shapes.items()}
+    rows = {name: run_shape(shape, threads) for name, shape in shapes.items()}
     FRAME.finish(rounded({"machine": machine(), "threads": threads, "shapes": rows}, 5), options.short)
 
 

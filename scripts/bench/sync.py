@@ -209,22 +209,22 @@ def markdown(results: dict[str, Any]) -> str:
         f"{where['cpu']}:",
         "",
     ]
-    head = ["model", "dtype", "MB", *PHASES, "total", "plain write + read", "push / plain", "trainer's memory"]
-    cells_of = []
+    head = f"model | dtype | MB | {' | '.join(PHASES)} | total | plain write + read | push / plain | trainer's memory"
+    table_rows = []
     for row in rows:
         seconds, plain = row["seconds"], row["plain"]
         cells = [short(seconds[key]["median"]) if key in seconds else "in gather" for key in PHASES]
         total = seconds["total"]
         total = f"{short(total['median'])} ({short(total['min'])} to {short(total['max'])})"
         both = f"{short(plain['write']['median'])} + {short(plain['read']['median'])}"
-        cells_of.append([
-            row["size"], row["dtype"], f"{row['bytes'] / 1e6:,.0f}", *cells, total, both, f"{row['times_plain']:.1f}",
-            f"+ {row['peak_multiple']:.1f}",
-        ])  # fmt: skip
+        table_rows.append(
+            f"{row['size']} | {row['dtype']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(cells)} | {total} | {both} | "
+            f"{row['times_plain']:.1f} | + {row['peak_multiple']:.1f}"
+        )
     largest = max(rows, key=lambda row: row["bytes"])
     speed, disk = largest["plain_gb_per_s"], largest["disk_gb_per_s"]
     lines += [
-        *table(head, cells_of),
+        *table(head, table_rows),
         "",
         f"MB: what one push sends, an embedding that is tied counted twice. Plain: a file of as many bytes in "
         f"`{results['sync_dir']}`, here {speed['write']:.1f} GB/s written and {speed['read']:.1f} GB/s read (the "

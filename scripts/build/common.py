@@ -166,12 +166,11 @@ def train_tokenizer(
 
 def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32 * num_heads, intermediate_size=96 * num_heads, head_dim=32,
-        num_attention_heads=num_heads, num_key_value_heads=num_heads, num_hidden_layers=num_layers,
-        bos_token_id=None, max_position_embeddings=1024, tie_word_embeddings=True, **ends,
-        initializer_range=0.06,  # at this width the default 0.02 learns to copy digits several times more slowly
-    )  # fmt: skip
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 32}
+    further = {"num_hidden_layers": num_layers, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    # At this width the default range of 0.02 learns to copy digits several times more slowly.
+    config = Qwen3Config(**sizes, **heads, **further, **ends, bos_token_id=None, initializer_range=0.06)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=True, **ends)
     return model

@@ -93,9 +93,9 @@ def call_turn(kind: str, expression: str, writing: Writing, rng: random.Random) 
 
 
 def first_turn(expression: str, writing: Writing, rng: random.Random) -> str:
-    """A turn without a result before it. Where it has a second call, that one computes another thing.
+    """A turn without a result before it, maybe with a second call that computes another thing.
 
-    The second call is the rest of an expression of three numbers, or the two numbers of a shorter one in reverse.
+    It is the rest of an expression of three numbers, or the two numbers of a shorter one in reverse.
     """
     kind = draw(CALL_SHARES, rng)
     turn = call_turn(kind, expression, writing, rng)
@@ -187,12 +187,11 @@ def build_tokenizer(
 
 
 def main() -> None:
-    args = common.read_arguments(
-        __doc__, Path("hf_recipes/tiny/calculator-model"), steps=600,
-        tool_format={"choices": WRITINGS, "default": "xml"},
-        initial_model={"type": Path, "help": "start from its weights: then 150 steps are enough"},
-        agents={"action": "store_true", "help": "prompts and tools as programs of OpenAI's API send them"},
-    )  # fmt: skip
+    form = {"choices": WRITINGS, "default": "xml"}
+    initial = {"type": Path, "help": "start from its weights: then 150 steps are enough"}
+    agents = {"action": "store_true", "help": "prompts and tools as programs of OpenAI's API send them"}
+    further = {"tool_format": form, "initial_model": initial, "agents": agents}
+    args = common.read_arguments(__doc__, common.TINY / "calculator-model", steps=600, **further)
     rng = args.rng
     questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]
     tokenizer = build_tokenizer(questions[:2000], args.tool_format, rng, args.agents)

@@ -3,13 +3,10 @@
     keeper.py MARK SECONDS < PIPE
 
 The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
-input the launcher tells, one per line, what it starts:
-
-    process NAME PID    the first process of a session
-
-The pipe reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every
-process with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL.
-Of libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
+input the launcher tells what it starts, a line `process NAME PID` for the first process of each session. The pipe
+reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every process
+with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL. Of libraries only psutil is imported, so
+that the keeper is ready within a tenth of a second.
 """
 
 import contextlib

@@ -36,17 +36,6 @@ if __name__ == "__main__":  # imports begin in scripts/
 from launch import train
 
 
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches an address.
-
-    >>> is_local("127.0.0.1"), is_local("localhost"), is_local("0.0.0.0"), is_local("node3")
-    (True, True, False, False)
-    """
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 def main() -> None:
     train.PROGRAM = "serve"
     parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False)
@@ -72,7 +61,10 @@ def main() -> None:
         train.fail(f"port {port} is taken, or a server that starts has locked it. Choose another --port.", 1)
     os.set_inheritable(lock, True)
     command, environment = train.server_command(python, plan, port, gpus, options.host)
-    if not is_local(options.host):
+    is_local = options.host == "localhost"
+    with suppress(ValueError):
+        is_local = ipaddress.ip_address(options.host).is_loopback
+    if not is_local:
         guards = {
             "vllm": "VLLM_API_KEY guards only paths that begin with /v1, /v2, /inference, /cohere.",
             "sglang": "a key (SERVER_ARGS='--api-key KEY', and VLLM_API_KEY for the trainer) guards it.",

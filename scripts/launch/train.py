@@ -187,10 +187,12 @@ def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
     # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
     # health check would wait for a paused engine. It keeps a few tokens of the context for itself.
     environment = {
-        "SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_MM_AVOID_RETOKENIZE": "1",
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        "SGLANG_MM_AVOID_RETOKENIZE": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    }  # fmt: skip
+    }
     if not gpus:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
         command += [
