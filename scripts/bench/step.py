@@ -419,7 +419,7 @@ def section(results: dict[str, Any]) -> str:
         f"{where['trl']}.",
         "",
     ]
-    head = "batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal | peak memory"
+    head = "batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal"
     rows = []
     for row in results["shapes"].values():
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
@@ -433,7 +433,7 @@ def section(results: dict[str, Any]) -> str:
             f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
             f"{row['goal'] or '-'} | {peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {computed}"
         )
-    return "\n".join([*lines, *table(f"{head} | computed", rows)])
+    return "\n".join([*lines, *table(f"{head} | peak memory | computed", rows)])
 
 
 FRAME = Frame("step", section)
