@@ -193,9 +193,9 @@ def write_page(folders: list[Path], path: Path) -> str:
         data["rollouts"] += rollouts
         most = MOST_IMAGE_BYTES // len(runs)
         for name in dict.fromkeys(str(each["name"]) for item in rollouts for each in item["row"].get("images") or []):
-            path = run.image(name)
-            if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", name) and path.is_file() and path.stat().st_size <= most:
-                image = path.read_bytes()
+            file = run.image(name)
+            if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", name) and file.is_file() and file.stat().st_size <= most:
+                image = file.read_bytes()
                 most -= len(image)
                 data["images"][name] = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     data["panels"] = curves(runs)
