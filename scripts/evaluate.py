@@ -30,11 +30,10 @@ PARSER.add_argument("--k", type=int, default=1, help="samples per problem; adds 
 PARSER.add_argument("--greedy", action="store_true", help="the most probable token each time, no sampling")
 PARSER.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
 PARSER.add_argument("--show", type=int, default=0, help="print the first so many conversations, too")
-PARSER.add_argument("--json", help="write the numbers to this file")
 if __name__ == "__main__":  # --help is answered before what takes seconds to import
     PARSER.parse_known_args()
 
-from mt_grpo.rollout import Rollout, Turn  # the package comes before torch (mt_grpo/__init__.py)
+from mt_grpo.rollout import Rollout  # the package comes before torch (mt_grpo/__init__.py)
 
 # isort: split
 import torch
@@ -72,11 +71,7 @@ RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names
 
 
 def ends_in(config: GenerationConfig) -> list[int]:
-    """The ids that end a turn by a generation config. Training ends turns there too.
-
-    >>> [ends_in(GenerationConfig(eos_token_id=ids)) for ids in (2, [2, 7], None)]
-    [[2], [2, 7], []]
-    """
+    """The ids that end a turn by a generation config. Training ends turns there too."""
     ends = config.eos_token_id
     return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
@@ -86,8 +81,13 @@ def in_process_backend(
 ) -> InProcessBackend:
     """`model.generate` behind the conversations' protocol: left padding, the recipe's sampling, neutral otherwise.
 
-    With `greedy` each token is the most probable one, and no sampling parameter of the recipe counts.
+    With `greedy` each token is the most probable one, and no sampling parameter of the recipe counts. A turn ends with
+    its first end-of-turn token; what follows is padding.
     """
+
+    def cut(token_ids: list[int]) -> list[int]:
+        return token_ids[: next((i for i, token in enumerate(token_ids) if token in eos_ids), len(token_ids)) + 1]
+
     eos_ids = {*ends_in(model.generation_config), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampling = {} if greedy else sampling_params(args)  # transformers warns of a temperature that nothing reads
@@ -106,19 +106,9 @@ def in_process_backend(
         )
         with neutral_generation(model):
             output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **shown)
-        return [cut_after_end(row, eos_ids) for row in output[:, ids.shape[1] :].tolist()], None
+        return [cut(row) for row in output[:, ids.shape[1] :].tolist()], None
 
     return InProcessBackend(generate_batch, eos_ids.__contains__)
-
-
-def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
-    """The ids up to and including the first end-of-turn token; what follows is padding.
-
-    >>> cut_after_end([5, 6, 2, 0, 0], {2})
-    [5, 6, 2]
-    """
-    end = next((i for i, token in enumerate(token_ids) if token in eos_ids), len(token_ids))
-    return token_ids[: end + 1]
 
 
 def revision_of(source: str, model_args: mt.ModelKeys) -> str:
@@ -169,16 +159,14 @@ def evaluate(
         batch_size: Conversations at a time; more need more memory.
         progress: Show a bar on standard error.
         greedy: Take the most probable token each time: what the model can do before any training.
-        show: The first so many conversations are given back, too.
+        show: The first so many `conversations` are in the result, too.
 
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
         `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None without tools),
         `result_found` (share for which a reward function says so; without one, of which a tool's result was the
         answer itself), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries that the rewards
-        cannot tell are None. With `show` also `conversations`: of each the `messages` from the prompt's last one
-        on, the `calls`, the `answer`, the `stop_reason`, the `rewards` (a turn's added up) and the `error` of an
-        environment.
+        cannot tell are None.
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -204,7 +192,12 @@ def evaluate(
     with contextlib.suppress(OSError):  # a served model may have no such file here
         generation = generation or GenerationConfig.from_pretrained(path, revision=revision_of(path, model_args))
     env.add_ends(ends_in(generation) if generation else [])
-    rows = load_problems(script_args, split, num_problems, env)
+    if dataset := script_args.dataset_name:
+        named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}.get(split, split)
+        rows = load_rows(dataset, named, num_problems, script_args.dataset_config, env.environments is None)
+    else:
+        load_splits(script_args, "no", env.environments)  # raises unless an environment may bring the prompts
+        rows = empty_prompts(num_problems)
     check_images(rows, split, env)
     env.max_model_len = getattr(config.get_text_config(), "max_position_embeddings", None)
     if served:
@@ -213,14 +206,17 @@ def evaluate(
     else:
         backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer), greedy)
 
-    weights = weights_of(run_async(model.held_version())) if served else None
+    version, weights = run_async(model.held_version()) if served else None, None
+    if served:  # a model's name says nothing after a push
+        known = {None: "unknown: the server does not say", "default": "those that the server was started with"}
+        weights = known.get(version, f"version {version}, pushed by a training run: not the named model's")
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
     policy, written = {}, env.format_of(tokenizer)
     if "policy" in asked_of(functions.functions):
-        own = written, contextlib.nullcontext
-        policy["policy"] = scores_of_servers(model, written) if served else scores_of_model(model, *own)
+        own = scores_of_servers(model, written) if served else scores_of_model(model, written, contextlib.nullcontext)
+        policy["policy"] = own
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         sampling = {"temperature": 0.0} if greedy else sampling_params(args)
         if served:  # in this process `in_process_backend` stops there
@@ -234,10 +230,14 @@ def evaluate(
 
     exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
-    found = found and [found_or_not(*each) for each in zip(found, repeated, rollouts, strict=True)]
+    if found:  # who read no result found nothing, unless the row has no answer
+        read = [any(turn.results for turn in rollout.turns) for rollout in rollouts]
+        missed = [not any_read and row.get("answer") is not None for any_read, row in zip(read, repeated, strict=True)]
+        found = [0.0 if value is None and miss else value for value, miss in zip(found, missed, strict=True)]
     answers = [row.get("answer") for row in repeated]
     results = [[result for turn in rollout.turns for result in turn.results] for rollout in rollouts]
     has_tools = bool(env.tools) or any(rollout.tools or each for rollout, each in zip(rollouts, results, strict=True))
+    ran = [any(r.error is None and not r.text.startswith("Error:") for r in each) for each in results]
     seen = any(result.pictures for each in results for result in each)
     if found is None and has_tools and not seen and all(isinstance(answer, str) for answer in answers):
         golds = [accepted_answers(answer)[0] for answer in answers]
@@ -248,7 +248,7 @@ def evaluate(
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
         "weights": weights,
-        "file": Path(script_args.dataset_name or "").name if Path(script_args.dataset_name or "").is_file() else None,
+        "file": Path(dataset).name if Path(dataset or "").is_file() else None,
         "num_problems": len(rows), "k": k, "seed": None if served or greedy else seed,
         "temperature": 0.0 if greedy else args.temperature,
         "rewards": {
@@ -257,7 +257,7 @@ def evaluate(
         },
         "exact_match": exact and mean([v and float(v > 0) for v in exact]),
         "pass_at_k": solved and mean(solved),
-        "tool_executed": None if not has_tools else mean([any(succeeded(turn) for turn in r.turns) for r in rollouts]),
+        "tool_executed": mean(ran) if has_tools else None,
         "result_found": found and mean([v and float(v > 0) for v in found]),
         "mean_turns": mean([len(r.turns) for r in rollouts]),
         "stop_reasons": {reason: count / len(rollouts) for reason, count in stops.most_common()},
@@ -266,14 +266,8 @@ def evaluate(
     }  # fmt: skip
 
 
-def weights_of(version: str | None) -> str:
-    """Which weights a server holds, by the version that it says: a model's name says nothing after a push."""
-    known = {None: "unknown: the server does not say", "default": "those that the server was started with"}
-    return known.get(version, f"version {version}, pushed by a training run: not the named model's")
-
-
 def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]) -> list[dict[str, Any]]:
-    """The messages, calls, answers, rewards and errors of rollouts, as `--show` has them."""
+    """The messages from the prompt's last one on, the calls, answers, rewards and errors of rollouts."""
     return [
         {
             "messages": readable_messages([*rollout.prompt_messages[-1:], *rollout.messages]),
@@ -285,27 +279,6 @@ def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]
         }
         for i, rollout in enumerate(rollouts)
     ]
-
-
-def found_or_not(value: float | None, row: dict[str, Any], rollout: Rollout) -> float | None:
-    """What a function says of a rollout's results; 0 where it gives none because there is no result.
-
-    A row without an answer still has none.
-    """
-    nothing_read = not any(turn.results for turn in rollout.turns)
-    return 0.0 if value is None and nothing_read and row.get("answer") is not None else value
-
-
-def load_problems(
-    script_args: mt.MTGRPOScriptArguments, split: str, num_problems: int, env: mt.MultiTurnToolEnv
-) -> Any:
-    """The first rows of a split; without a dataset so many empty prompts, for an environment that brings its own."""
-    needs_prompt, name = env.environments is None, script_args.dataset_name
-    if not name:
-        load_splits(script_args, "no", env.environments)  # raises unless an environment may bring the prompts
-        return empty_prompts(num_problems)
-    named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}
-    return load_rows(name, named.get(split, split), num_problems, script_args.dataset_config, needs_prompt)
 
 
 def roll_out(
@@ -335,21 +308,19 @@ def score(
 ) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
 
-    `asked`: further arguments of the functions. No function sees a rollout whose environment failed. Raises
-    `RuntimeError` if all did.
+    No function sees a rollout whose environment failed. Raises `RuntimeError` if all did.
     """
     rollouts = batch.rollouts
     if all(rollout.failed for rollout in rollouts):
         raise RuntimeError(f"The environment failed in all {len(rollouts)} rollouts. The first: {rollouts[0].error}")
     told = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **asked}
     values = functions.score(batch, told, timeout, torch.device("cpu"))
-    return {name: [total(value) for value in column] for name, column in zip(functions.names, values, strict=True)}
 
+    def total(value: float | list[float | None] | None) -> float | None:
+        numbers = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
+        return float(sum(numbers)) if numbers else None
 
-def total(value: float | list[float | None] | None) -> float | None:
-    """One number per rollout, the sum over its turns."""
-    values = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
-    return float(sum(values)) if values else None
+    return {name: list(map(total, column)) for name, column in zip(functions.names, values, strict=True)}
 
 
 def mean(values: list[float | None]) -> float | None:
@@ -360,11 +331,6 @@ def mean(values: list[float | None]) -> float | None:
     """
     values = [float(v) for v in values if v is not None]
     return sum(values) / len(values) if values else None
-
-
-def succeeded(turn: Turn) -> bool:
-    """Whether the turn called a tool and a call ran."""
-    return any(result.error is None and not result.text.startswith("Error:") for result in turn.results)
 
 
 # -- The table --
@@ -388,7 +354,7 @@ def table(result: dict[str, Any]) -> str:
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
     lines = [f"model     {result['model']} ({result['backend']})"]
     lines += [f"weights   {result['weights']}"] if result.get("weights") else []
-    lines.append(f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s")
+    lines += [f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s"]
     lines += [f"sampling  {sampled}{seeded}", ""]
     rows = [("exact match (pass@1)", result["exact_match"])]
     rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
@@ -436,12 +402,7 @@ def main(argv: list[str] | None = None) -> None:
         result = evaluate(model, recipe, tokenizer=tokenizer, **{name: vars(options)[name] for name in further})
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
-    result = {"config": options.config, **result}
     print("\n\n".join([table(result), *map(transcript, result.get("conversations", []))]))
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        print(f"\nwritten to {options.json}")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def explain(config: str, row: int = 0, overrides: Iterable[str] = ()) -> GroupCr
         )
     with tempfile.TemporaryDirectory(prefix="explain-credit-") as folder:
         trainer = mt.build_trainer(*group_recipe(config, list(overrides), folder))
-        inputs = group_inputs(trainer, row)
+        rows = trainer.train_dataset
+        if not 0 <= row < len(rows):
+            raise ValueError(f"--row {row}: the training set has {len(rows)} rows. Expected 0 to {len(rows) - 1}.")
+        inputs = [rows[row]] * trainer.num_generations
         trainer.model.train()  # the trainer asks the model whether it is training or evaluating
         trainer._generate_and_score_completions(inputs)
         return collect(trainer, inputs[0], list(read_rollouts(folder)), row)
@@ -109,70 +112,48 @@ def group_recipe(config: str, overrides: list[str], output_dir: str) -> Recipe:
     return script_args, args, model_args
 
 
-def group_inputs(trainer: mt.MTGRPOEnvTrainer, row: int) -> list[dict[str, Any]]:
-    """`num_generations` times one row of the training set."""
-    rows = trainer.train_dataset
-    if not 0 <= row < len(rows):
-        raise ValueError(f"--row {row}: the training set has {len(rows)} rows. Expected 0 to {len(rows) - 1}.")
-    return [rows[row] for _ in range(trainer.num_generations)]
-
-
 def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]], number_of_row: int) -> GroupCredit:
     """The group as the trainer logged it in a step, and how it came about."""
     args = trainer.args
     credit = {
         "credit_assignment": args.credit_assignment,
         "turn_advantage_coef": f"{trainer.turn_advantage_coef:g}",
-        "scale_rewards": str(trainer.args.scale_rewards),
+        "scale_rewards": str(args.scale_rewards),
     }
     for key in ("turn_discount", "outcome_in_return", "state_baseline"):
         if getattr(args, key) != default_of(key, mt.recipe_classes()):
             credit[key] = recipe_text(getattr(args, key))
-    sampling = {
-        "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"),
-        "training row": str(number_of_row),
-        "rollouts": str(len(logged)),
-        "temperature": f"{args.temperature:g}",
-        "seed": str(args.seed),
-    }
+    model = trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
+    sampling = {"model": model, "training row": number_of_row, "rollouts": len(logged)}
+    sampling |= {"temperature": f"{args.temperature:g}", "seed": args.seed}
     settings = [("gold answer", " | ".join(accepted_answers(row.get("answer"))))]
     for label, values in (("credit", credit), ("rollouts from", sampling)):
         settings.append((label, ", ".join(f"{name} {value}" for name, value in values.items())))
     weights = list(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
     turn_funcs = trainer.reward_functions.num_turn_funcs
-    unused = unused_rewards(trainer.reward_func_names, [trainer.batch])
-    found = notes(logged, credit, unused)
+    found = notes(logged, credit, unused_rewards(trainer.reward_func_names, [trainer.batch]))
     return GroupCredit(question(logged[0]), settings, dict(weights[turn_funcs:] + weights[:turn_funcs]), logged, found)
 
 
 def trained_advantages(turn: dict[str, Any]) -> list[float]:
-    """The advantages of a turn's tokens that are in the loss.
-
-    >>> trained_advantages({"advantages": [0.5, 0.5, 0.5], "loss_mask": [1, 1, 0]})
-    [0.5, 0.5]
-    """
+    """The advantages of a turn's tokens that are in the loss."""
     return [advantage for advantage, mask in zip(turn["advantages"], turn["loss_mask"], strict=True) if mask]
 
 
 def notes(rows: list[dict[str, Any]], credit: dict[str, str], unused: list[str]) -> list[str]:
-    """Sentences about a group whose numbers would otherwise be misread.
+    """Sentences about a group of rows of the log whose numbers would otherwise be misread.
 
-    Args:
-        rows: Of the log of rollouts.
-        credit: What the advantages were computed with.
-        unused: The reward functions whose numbers move no advantage.
+    `credit` is what the advantages were computed with, `unused` the reward functions whose numbers move no advantage.
     """
     found, turns = [], [turn for row in rows for turn in row["turns"]]
     trained = [advantage for turn in turns for advantage in trained_advantages(turn)]
     if unused:
         found.append(f"Nothing that {', '.join(unused)} gave moves an advantage with {credit['credit_assignment']}.")
-    rewards = [(row["rewards"], [number for number in row["turn_rewards"] if number is not None]) for row in rows]
     if trained and not any(trained):
-        why = (
-            "though the rewards differ: what is compared with each other is the same"
-            if any(each != rewards[0] for each in rewards)
-            else ("since the rewards are the same for all rollouts")
-        )
+        rewards = [(row["rewards"], [number for number in row["turn_rewards"] if number is not None]) for row in rows]
+        why = "since the rewards are the same for all rollouts"
+        if any(each != rewards[0] for each in rewards):
+            why = "though the rewards differ: what is compared with each other is the same"
         found.append(f"Every advantage is 0, {why}. Nothing is learned.")
     if credit["scale_rewards"] == "batch":
         found.append("scale_rewards batch: here the batch is this group; in training it is all prompts of a batch.")
@@ -191,88 +172,63 @@ def seen(char: str) -> str:
     >>> [seen(c) for c in "a \\n\\t\\x1b\\u202e\\u00a0"]
     ['a', ' ', '↵', '⇥', '␛', '⟨U+202E⟩', '␣']
     """
-    if char.isprintable():
-        return char
-    if char in "\n\t":
-        return {"\n": "↵", "\t": "⇥"}[char]
+    if char.isprintable() or char in "\n\t":
+        return {"\n": "↵", "\t": "⇥"}.get(char, char)
     if ord(char) < 0x20:
         return chr(0x2400 + ord(char))  # Unicode's pictures of control characters
     return "␣" if unicodedata.category(char) == "Zs" else f"⟨U+{ord(char):04X}⟩"
 
 
 def one_line(text: str, width: int | None = None) -> str:
-    """Text for one line of a terminal, cut to `width` characters.
-
-    >>> one_line("two\\nlines", 7)
-    'two↵li…'
-    """
+    """Text for one line of a terminal, cut to `width` characters."""
     line = "".join(map(seen, text))
     return line if width is None or len(line) <= width else line[: max(width - 1, 0)] + "…"
 
 
-def signed(advantage: float | None, digits: int = 2) -> str:
+def signed(advantage: float | None) -> str:
     """An advantage with its sign.
 
     >>> signed(1.224), signed(-0.5), signed(-0.001), signed(None)
     ('+1.22', '-0.50', '0.00', '-')
     """
-    if advantage is None:
-        return "-"
-    rounded = round(advantage, digits)
-    return f"{rounded:+.{digits}f}" if rounded else f"{0:.{digits}f}"
+    rounded = None if advantage is None else round(advantage, 2)
+    return "-" if rounded is None else f"{rounded:+.2f}" if rounded else "0.00"
 
 
 # -- Terminal --
 
 BEFORE = 42  # columns before the text of a turn
-INK = {"positive": "1;38;5;32", "negative": "1;38;5;166", "dim": "2", "bold": "1"}
 
 
-def render_text(group: GroupCredit, width: int = 119, colour: bool = False) -> str:
-    """The group for a terminal of `width` columns."""
+def render_text(group: GroupCredit, width: int = 119) -> str:
+    """The group for a terminal of `width` columns: a rollout's own lines, then one or two per turn."""
+
+    def hanging(label: str, text: str, indent: int) -> str:
+        """Text after a label, in lines of `width` columns, those after the first indented."""
+        lines = textwrap.wrap(text, max(width - indent, 20)) or [""]
+        return f"{label:<{indent}}" + f"\n{' ' * indent}".join(lines)
+
     head = [("question", group.question), *group.settings, *(("note", note) for note in group.notes)]
-    lines = [f"{label:<15}" + hanging(one_line(text), width, 15) for label, text in head]
-    titles = "turn  reward  advantage  outcome    turn  text, and what the environment said"
-    lines += ["", ink(titles, "dim", colour)]
+    lines = [hanging(label, one_line(text), 15) for label, text in head]
+    lines += ["", "turn  reward  advantage  outcome    turn  text, and what the environment said"]
     for index, row in enumerate(group.rows):
-        lines += ["", *rollout_lines(index, row, group.weights, width, colour)]
+        given = without_unused({name: row["rewards"].get(name) for name in group.weights})
+        weights = {name: f" (weight {weight:g})" if weight != 1 else "" for name, weight in group.weights.items()}
+        functions = ", ".join(f"{name}{weights[name]} {number(value, 2)}" for name, value in given.items())
+        lines += ["", f"rollout {index}  {one_line(row['stop_reason'])}"]
+        lines.append(hanging("      reward", one_line(f"{number(row['reward'], 2)} = {functions}"), 14))
+        for k, (turn, reward) in enumerate(zip(row["turns"], row["turn_rewards"], strict=True)):
+            trained = trained_advantages(turn)
+            whole = sum(trained) / len(trained) if trained else None
+            outcome = row.get("outcome_advantage") if trained else None
+            rest = None if None in (whole, outcome) else whole - outcome
+            parts = f"{signed(whole):>9}  {signed(outcome):>7}  {signed(rest):>6}"
+            lines.append(f"{k:>4}  {number(reward, 2):>6}  {parts}  {one_line(turn['text'], width - BEFORE)}")
+            for error, text in [*((r["error"], r["text"]) for r in turn["results"]), (None, turn["observation"])]:
+                if text is not None:
+                    answered = f"-> {f'{error} error: ' if error else ''}{text}"
+                    lines.append(" " * BEFORE + one_line(answered, width - BEFORE))
     return "\n".join(lines)
-
-
-def rollout_lines(index: int, row: dict[str, Any], weights: dict[str, float], width: int, colour: bool) -> list[str]:
-    """A rollout's own lines, then one or two per turn."""
-    given = without_unused({name: row["rewards"].get(name) for name in weights})
-    functions = ", ".join(
-        name + (f" (weight {weights[name]:g})" if weights[name] != 1 else "") + f" {number(value, 2)}"
-        for name, value in given.items()
-    )
-    rewards = f"{number(row['reward'], 2)} = {functions}"
-    lines = [ink(f"rollout {index}", "bold", colour) + f"  {one_line(row['stop_reason'])}"]
-    lines.append("      reward  " + hanging(one_line(rewards), width, 14))
-    for k, (turn, reward) in enumerate(zip(row["turns"], row["turn_rewards"], strict=True)):
-        trained = trained_advantages(turn)
-        whole = sum(trained) / len(trained) if trained else None
-        kind = "dim" if not whole else "positive" if whole > 0 else "negative"
-        outcome = row.get("outcome_advantage") if trained else None
-        rest = None if None in (whole, outcome) else whole - outcome
-        parts = f"{signed(outcome):>7}  {signed(rest):>6}"
-        advantage = ink(f"{signed(whole):>9}", kind, colour)
-        lines.append(f"{k:>4}  {number(reward, 2):>6}  {advantage}  {parts}  {one_line(turn['text'], width - BEFORE)}")
-        said = [(result["error"], result["text"]) for result in turn["results"]] + [(None, turn["observation"])]
-        for error, text in said:
-            if text is not None:
-                answered = one_line(f"-> {f'{error} error: ' if error else ''}{text}", width - BEFORE)
-                lines.append(" " * BEFORE + ink(answered, "dim", colour))
-    return lines
-
-
-def hanging(text: str, width: int, indent: int) -> str:
-    """Text in lines of `width` columns, those after the first indented."""
-    return f"\n{' ' * indent}".join(textwrap.wrap(text, max(width - indent, 20)) or [""])
-
-
-def ink(text: str, kind: str, colour: bool) -> str:
-    return f"\x1b[{INK[kind]}m{text}\x1b[0m" if colour else text
 
 
 # -- Page --
@@ -307,8 +263,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show an arrow shows a question mark
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(render_text(group, max(shutil.get_terminal_size((119, 24)).columns, 60), colour))
+    print(render_text(group, max(shutil.get_terminal_size((119, 24)).columns, 60)))
     print(f"\nevery token is in {options.output}")
 
 

@@ -10,10 +10,9 @@ A model that seldom calls learns little by RL. Trained on what few rollouts did 
   for each that the policy sampled and the loss had. `SFTTrainer` takes them as they are. It needs the log of a run
   with `log_rollout_tokens: true`. A rollout whose history was edited gives a row per record.
 - `--form messages` writes `messages`, and with `--config` what else the chat template gets by the recipe: `tools` (in
-  the format xml the system message has them) and `chat_template_kwargs`. `SFTTrainer` renders and tokenises them anew.
-  With `assistant_only_loss: true` it trains every assistant's message, those of examples too.
-- `--without_examples`, with `--config`: leave the recipe's `prompt_examples` out. The model learns to do
-  without them, and further training reads shorter prompts.
+  the format xml the system message has them) and `chat_template_kwargs`. With `assistant_only_loss: true` `SFTTrainer`
+  trains every assistant's message, those of examples too.
+- `--without_examples`, with `--config`: leave the recipe's `prompt_examples` out. The model learns to do without them.
 
 Left out are rollouts that failed or were cut off by a budget, and those of an evaluation. Of a prompt the best stand
 first, then the latest; of equal conversations one stays.
@@ -68,21 +67,17 @@ Row = dict[str, Any]
 def chosen(
     rows: Iterable[Row], min_reward: float | None, minima: dict[str, float], per_prompt: int | None
 ) -> list[Row]:
-    """The rollouts to train on: of each prompt the best first, then the latest, each conversation once.
+    """The rollouts to train on: of each prompt the best first, then the latest, each conversation once."""
 
-    `minima` has the least value of reward functions by their names, `per_prompt` is a number of rollouts.
-    """
-    good = [
-        row
-        for row in rows
-        if row["mode"] == "train"
-        and row["error"] is None
-        and row["stop_reason"] not in CUT_OFF
-        and row["turns"]
-        and (row["turns"][-1].get("finish_reason") != "length" or row["stop_reason"] == "agent_done")
-        and (min_reward is None or (row["reward"] is not None and row["reward"] >= min_reward))
-        and all(row["rewards"].get(name) is not None and row["rewards"][name] >= k for name, k in minima.items())
-    ]
+    def is_good(row: Row) -> bool:
+        whole = row["turns"] and row["error"] is None and row["stop_reason"] not in CUT_OFF
+        cut = whole and row["turns"][-1].get("finish_reason") == "length" and row["stop_reason"] != "agent_done"
+        values = [(row["rewards"].get(name), least) for name, least in minima.items()]
+        values += [] if min_reward is None else [(row["reward"], min_reward)]
+        reaches = all(value is not None and value >= least for value, least in values)
+        return bool(whole and not cut and row["mode"] == "train" and reaches)
+
+    good = list(filter(is_good, rows))
     good.sort(key=lambda row: (math.inf if row["reward"] is None else -row["reward"], -row["step"]))
     kept, seen, counts = [], set(), Counter()
     for row in good:
@@ -95,14 +90,9 @@ def chosen(
 
 
 def ids_of(row: Row, prompt_ids: list[int] | None = None) -> Iterator[dict[str, list[int]]]:
-    """A row of training for each record of a rollout. `ValueError` without tokens in the log.
-
-    `prompt_ids` stands in the place of the first record's prompt. None: what was read.
-    """
+    """A row of training for each record of a rollout. `prompt_ids` take the place of the first record's prompt."""
     if "prompt_ids" not in row["turns"][0]:
-        raise ValueError(
-            "the log has no ids of prompts. Expected a run with `log_rollout_tokens: true`, or --form messages."
-        )
+        raise ValueError("the log has no ids. Expected a run with `log_rollout_tokens: true`, or --form messages.")
     for number in range(row["records"]):
         turns = [turn for turn in row["turns"] if turn["record"] == number]
         before = turns[0]["prompt_ids"] if number or prompt_ids is None else prompt_ids
@@ -115,10 +105,7 @@ def ids_of(row: Row, prompt_ids: list[int] | None = None) -> Iterator[dict[str, 
 
 
 class RecipeOfRun:
-    """What is read of a run's recipe: its tools, and prompts without its examples.
-
-    Raises `ValueError` for a recipe with an environment: what it adds to a prompt is known only in a conversation.
-    """
+    """What is read of a run's recipe: its tools, and prompts without its examples."""
 
     def __init__(self, path: str, without_examples: bool):
         script_args, args, model_args = load_recipe(path)
@@ -130,7 +117,7 @@ class RecipeOfRun:
         by_template = isinstance(self.env.format_of(self.tokenizer), HermesFormat)
         self.tools = [tool_schema(name, tool) for name, tool in self.env.tools.items()] if by_template else []
         self.template = self.env.chat_template_kwargs
-        if self.env.environments is not None:
+        if self.env.environments is not None:  # what one adds to a prompt is known only in a conversation
             raise ValueError(f"--config {path}: the tools of its environment are not in it. Leave --config out.")
         if without_examples and not self.env.prompt_examples:
             raise ValueError(f"--without_examples: {path} has no prompt_examples. Expected the run's recipe.")
@@ -143,12 +130,9 @@ class RecipeOfRun:
         short = messages[:start] + messages[start + len(self.examples) :]
         whole = self.env.with_examples(short, self.tokenizer)
         same = [message["content"] for message in whole] == [message["content"] for message in messages]
-        if not same or (read and read != self.ids(whole)):
+        if not same or (read and read != self.env.prompt_ids(whole, self.tokenizer)):
             raise ValueError("--without_examples: a prompt is not what the recipe makes. Expected the run's recipe.")
         return short
-
-    def ids(self, messages: list[Row]) -> list[int]:
-        return self.env.prompt_ids(messages, self.tokenizer)
 
 
 def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_examples: bool) -> Iterator[Row]:
@@ -158,7 +142,7 @@ def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_exa
             continue  # several records are no one conversation, and each has examples of its own
         messages = recipe.without_examples(row) if without_examples else None
         if form == "ids":
-            yield from ids_of(row, None if messages is None else recipe.ids(messages))
+            yield from ids_of(row, None if messages is None else recipe.env.prompt_ids(messages, recipe.tokenizer))
         else:
             first = row["messages"][: row["num_prompt_messages"]] if messages is None else messages
             offered = row["turns"][0].get("tools")  # by an agent's program

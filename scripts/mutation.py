@@ -77,8 +77,8 @@ def update_copy() -> None:
         if name.startswith("tests/"):
             tests.update(content)
     stamp = COPY / "tests.sha256"
-    if stamp.is_file() and stamp.read_text() != tests.hexdigest():
-        for path in filter(Path.is_file, map(meta_of, FILES)):
+    for path in filter(Path.is_file, map(meta_of, FILES)):
+        if stamp.is_file() and stamp.read_text() != tests.hexdigest():
             meta = json.loads(path.read_text())
             codes = meta["exit_code_by_key"].items()
             meta["exit_code_by_key"] = {key: code if STATUS.get(code) == "killed" else None for key, code in codes}

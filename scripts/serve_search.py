@@ -28,26 +28,14 @@ from typing import Any
 
 from aiohttp import web
 
+ROOT = Path(__file__).resolve().parents[1]
 MOST_QUERIES = 256  # of a request
 MOST_PASSAGES = 100  # of a query
 MOST_BYTES = 2**20  # of a request
 
 
-def load_search() -> types.ModuleType:
-    """tools/wiki_search.py, which has the index."""
-    path = Path(__file__).resolve().parents[1] / "tools/wiki_search.py"
-    spec = importlib.util.spec_from_file_location("wiki_search", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class SearchServer:
-    """Answers requests in threads, each with its own connection to the index.
-
-    `search` is tools/wiki_search.py, whose environment variables name the corpus; `topk` the passages per query if a
-    request does not say.
-    """
+    """Answers requests in threads, each with its own connection to the index, by tools/wiki_search.py (`search`)."""
 
     def __init__(self, search: types.ModuleType, workers: int, topk: int):
         self.search, self.topk = search, topk
@@ -55,38 +43,34 @@ class SearchServer:
 
     def app(self) -> web.Application:
         """The application."""
+
+        async def health(request: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"})
+
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/retrieve", self.retrieve)
-        app.router.add_get("/health", self.health)
+        app.router.add_get("/health", health)
         return app
-
-    async def health(self, request: web.Request) -> web.Response:
-        """Report that the server is running."""
-        return web.json_response({"status": "ok"})
 
     async def retrieve(self, request: web.Request) -> web.Response:
         """Answer with a list of passages per query. An invalid request gets status 400 and what was expected."""
         try:
-            queries, topk, scores = self.read(await request.json())
+            body = await request.json()
+            queries = body.get("queries") if isinstance(body, dict) else None
+            if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+                raise ValueError('expected {"queries": ["..."], "topk": 3, "return_scores": true}')
+            topk = self.topk if body.get("topk") is None else body["topk"]
+            if not isinstance(topk, int) or not 1 <= topk <= MOST_PASSAGES:
+                raise ValueError(f"topk is {topk!r}, expected a number from 1 to {MOST_PASSAGES}")
+            if len(queries) > MOST_QUERIES:
+                raise ValueError(f"{len(queries)} queries, expected at most {MOST_QUERIES}")
         except ValueError as error:
             return web.json_response({"error": f"{error}"}, status=400)
         loop = asyncio.get_running_loop()
         found = await asyncio.gather(*(loop.run_in_executor(self.pool, self.passages, q, topk) for q in queries))
-        if not scores:
+        if not body.get("return_scores"):
             found = [[passage["document"] for passage in passages] for passages in found]
         return web.json_response({"result": found})
-
-    def read(self, body: Any) -> tuple[list[str], int, bool]:
-        """(queries, passages of each, whether they have scores). Raises `ValueError`."""
-        queries = body.get("queries") if isinstance(body, dict) else None
-        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            raise ValueError('expected {"queries": ["..."], "topk": 3, "return_scores": true}')
-        topk = self.topk if body.get("topk") is None else body["topk"]
-        if not isinstance(topk, int) or not 1 <= topk <= MOST_PASSAGES:
-            raise ValueError(f"topk is {topk!r}, expected a number from 1 to {MOST_PASSAGES}")
-        if len(queries) > MOST_QUERIES:
-            raise ValueError(f"{len(queries)} queries, expected at most {MOST_QUERIES}")
-        return queries, topk, bool(body.get("return_scores"))
 
     def passages(self, query: str, topk: int) -> list[dict[str, Any]]:
         """The best passages of one query, best first. The score is BM25's, higher is better."""
@@ -108,7 +92,9 @@ def main() -> None:
     os.environ["WIKI_SEARCH_CORPUS"] = args.corpus
     if args.index:
         os.environ["WIKI_SEARCH_INDEX"] = args.index
-    search = load_search()
+    spec = importlib.util.spec_from_file_location("wiki_search", ROOT / "tools/wiki_search.py")
+    search = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(search)
     try:
         search.ranked("test", 1)
     except (ValueError, OSError) as error:

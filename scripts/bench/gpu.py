@@ -6,12 +6,11 @@
     python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/results/gpu.json
 
 The model has the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json), random weights in float32 and bf16
-autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
-is compared is the machinery, not the conversation. `step` is the rest of a step, without generation, on conversations
-of two or three turns that were made before (scripts/bench/step.py): the prompt of a group computed once or for each of
-its rollouts, and TRL's trainer. `gradients` compares what they come to, also of edited histories, with gradient
-checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn: hf_recipes/tiny/calculator.yaml and zoom.yaml in
-bf16. Logs and outputs of the cases are in runs/bench_gpu.
+autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides.
+`step` is the rest of a step, on conversations of two or three turns that were made before (scripts/bench/step.py): the
+prompt of a group computed once or for each of its rollouts, and TRL's trainer. `gradients` compares what they come to,
+also of edited histories, with gradient checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn in bf16.
+Logs and outputs of the cases are in runs/bench_gpu.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
 share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two
@@ -26,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 from bench import common
 from bench.common import ROOT, Frame, VLLMServer, machine
-from bench.step import DEFAULTS, SHAPES, Conversation, build_trainer, calculator_reward, make_conversations
+from bench.step import DEFAULTS, SHAPES, Conversation, build_trainer, make_conversations
 from bench.sync import TINY, build_model
 
 RECIPES = {"tiny recipe": "hf_recipes/tiny/calculator.yaml", "zoom recipe": "hf_recipes/tiny/zoom.yaml"}
@@ -69,8 +67,7 @@ BATCHES: dict[str, dict[str, Any]] = {
                       "compared": {"gradient_checkpointing": True}},
     "LoRA": {"title": "long prompt, LoRA", **LONG, "lora": True},
 }  # fmt: skip
-STEP_SHAPES = ("prompt", "spread", "records")
-GRADIENT_SHAPES = tuple(BATCHES)
+SHAPES_OF = {"step": ("prompt", "spread", "records"), "gradients": tuple(BATCHES)}
 GRADIENT_ROWS = 4  # of a pass: float32 needs twice the memory
 STEP_TITLE = "32 rollouts in groups of 8, with two or three turns that were made before, eight rows a pass"
 STEP_SIDES = {
@@ -86,14 +83,12 @@ PHASES = {"rollouts": "rollout/wait_seconds", "sync": "sync/seconds"}
 EXACT_MATCH = "rewards/exact_match_reward_func/mean"
 
 
-def why_not(case: str, gpus: int) -> str | None:
-    """Why this machine cannot run a case."""
-    alone = gpus == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    needed = (2 - alone) if case.startswith("server, nccl") else int("colocate" in case)
-    return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None
-
-
 # -- One case: a process of its own --
+
+
+def calculator_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """The one reward function of both sides where they generate."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
 def meter() -> Any:
@@ -105,18 +100,19 @@ def meter() -> Any:
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
-        def __init__(self):
-            self.seconds, self.used, self._began = [], 0, 0.0
-            self.prepare, self.batch, self.gradients, self.keeps_gradients = None, None, None, False
+        prepare = batch = gradients = None
+        keeps_gradients, used = False, 0
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.seconds = []
 
         def on_step_begin(self, args, state, control, **kwargs):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            now = time.perf_counter()
             if state.global_step:
-                self.seconds.append(now - self._began)
+                self.seconds.append(time.perf_counter() - self.began)
             self.batch = self.prepare() if self.prepare else None
-            self._began = time.perf_counter()
+            self.began = time.perf_counter()
 
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             if self.keeps_gradients:
@@ -131,7 +127,7 @@ def meter() -> Any:
     return Meter()
 
 
-def run_case(case: str, model: str, port: int, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+def run_case(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train, and return `seconds` per step, `log` (a row per step), `allocated` and `used` (bytes of the GPU, or 0).
 
     `allocated` is this process's by torch at the most; `used` is of the whole GPU, with whatever else is on it.
@@ -143,17 +139,15 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     from mt_grpo.recipe.data import make_arithmetic
     from mt_grpo.recipe.plugins import load_tools
 
-    side, changes = CASES[case]
-    adapter = lora(changes)
-    changes = {key: value for key, value in changes.items() if key != "lora"}
-    on_gpu = torch.cuda.is_available()
+    side, changes = CASES[options.run]
+    changes, on_gpu = dict(changes), torch.cuda.is_available()
+    adapter = lora(changes.pop("lora", False))
     settings = {
         "output_dir": folder, "num_generations": GROUP_SIZE, "per_device_train_batch_size": options.rollouts,
         "gradient_accumulation_steps": 1, "max_steps": options.steps + WARM_UP + 1, "learning_rate": 1e-6,
         "lr_scheduler_type": "constant", "max_completion_length": options.tokens, "use_cpu": not on_gpu, "bf16": True,
         "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-        "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"}, "loss_type": "dapo",
-        **changes,
+        "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"}, "loss_type": "dapo", **changes,
     }  # fmt: skip
     if changes:
         settings["vllm_importance_sampling_mode"] = "token_truncate"
@@ -161,14 +155,14 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
         settings |= {"vllm_gpu_memory_utilization": SHARE, "vllm_max_model_length": 512 + options.tokens}
     rows = [{"prompt": [{"role": "user", "content": row["question"]}]} for row in make_arithmetic(512, 0)]
     watch = meter()
-    common = {"model": model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
+    common = {"model": options.model, "train_dataset": Dataset.from_list(rows), "callbacks": [watch]}
     if side == "trl":
         from trl import GRPOConfig, GRPOTrainer
 
         trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=[calculator_reward], **common)
     else:
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None, max_turn_tokens=options.tokens)
-        server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port} if port else {}
+        server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": options.port} if options.port else {}
         args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
         own = {"turn_reward_funcs": [], "outcome_reward_funcs": [calculator_reward], "peft_config": adapter}
         trainer = mt.MTGRPOEnvTrainer(env=env, args=args, **own, **server, **common)
@@ -186,11 +180,19 @@ def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any
 
     Raises `RuntimeError` where prompts were to be shared and were not: then it is not what is to be measured.
     """
+    import gc
+
+    import torch
+
+    gc.collect()  # the last trainer
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     conversations = make_conversations(shape)
     if shape.get("edited"):
         conversations = edited(conversations)
-    trainer = build_trainer(side, shape, conversations, folder, watch, lora(shape), **changes)
-    watch.trainer = trainer
+    adapter = lora(shape.get("lora", False))
+    trainer = build_trainer(side, shape, conversations, folder, watch, adapter=adapter, **changes)
     trainer.train()
     if side == "ours" and changes.get("share_prompts", True) and trainer.layout.kind != "shared":
         raise RuntimeError(f"{shape['title']}: the rows are {trainer.layout}. Expected rows that share prompts.")
@@ -208,47 +210,32 @@ def edited(conversations: list[Conversation]) -> list[Conversation]:
     return conversations
 
 
-def lora(shape: dict) -> Any:
-    """An adapter with random weights, where the shape asks for one."""
+def lora(wanted: bool) -> Any:
+    """An adapter with random weights, if one is wanted."""
     from peft import LoraConfig
 
     how = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "init_lora_weights": False}
-    return LoraConfig(target_modules="all-linear", **how) if shape.get("lora") else None
+    return LoraConfig(target_modules="all-linear", **how) if wanted else None
 
 
-def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Shapes by their names, with 32 rollouts of the large model."""
+def shapes_of(case: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The shapes of a case, with 32 rollouts of the large model."""
     kind = {"rollouts": 32, "model": "0.6B"}
     if options.tiny:
         kind = {"rollouts": 16, "tokens": 60, "prompt": 64, "model": "tiny"}
-    return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in names}
-
-
-def freed() -> None:
-    """The last trainer is gone, and with it its memory."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def put(options: argparse.Namespace, row: dict[str, Any]) -> None:
-    """Write what a case has found so far, which stays where the rest of it fails."""
-    if getattr(options, "out", None):
-        Path(options.out).write_text(json.dumps(row))
+    return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in SHAPES_OF[case]}
 
 
 def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """`steps`: shape -> side -> seconds per step, and `allocated`, bytes of the GPU by torch at the most."""
+    """`steps`: shape -> side -> seconds per step, and `allocated`, bytes of the GPU by torch at the most.
+
+    What it has so far is written after each side, and stays if the rest fails.
+    """
     import torch
 
     on_gpu, found = torch.cuda.is_available(), {}
     changes = {"use_cpu": not on_gpu, "bf16": True, "max_steps": options.steps + WARM_UP + 1}
-    for name, shape in shapes_of(options.shapes or STEP_SHAPES, options).items():
+    for name, shape in shapes_of("step", options).items():
         for title, (side, own) in STEP_SIDES.items():
             if side == "trl" and "edited" in shape:  # it has no rows for them
                 continue
@@ -257,38 +244,34 @@ def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
             found.setdefault(name, {})[title] = {"seconds": watch.seconds[WARM_UP:], "allocated": peak}
             print(name, title, found[name][title], flush=True)
-            del watch
-            freed()
-            put(options, {"steps": found})
+            Path(options.out).write_text(json.dumps({"steps": found}))
     return {"steps": found}
 
 
 def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """`gradients`: shape -> precision and layout -> distance from a row per rollout in float32, relative.
 
-    The same model, conversations and rewards: what differs is how passes are laid out, and in which precision.
+    The same model, conversations and rewards: what differs is how passes are laid out, and in which precision. What it
+    has so far is written after each shape, and stays if the rest fails.
     """
     import torch
 
-    on_gpu, found = torch.cuda.is_available(), {}
-    for name, shape in shapes_of(options.shapes or GRADIENT_SHAPES, options).items():
-        shape["rows"], exact = GRADIENT_ROWS, None
+    found: dict[str, dict[str, float]] = {}
+    for name, shape in shapes_of("gradients", options).items():
+        shape["rows"], exact, found[name] = GRADIENT_ROWS, None, {}
         for precision in ("float32", "bf16"):
             for title in ("a row per rollout", "shared prompts"):
                 side, own = STEP_SIDES[title]
                 watch = meter()
                 watch.keeps_gradients = True
-                changes = {"use_cpu": not on_gpu, "bf16": precision == "bf16", "max_steps": 1, "max_grad_norm": 0.0}
+                changes = {"use_cpu": not torch.cuda.is_available(), "bf16": precision == "bf16", "max_steps": 1}
                 changes |= own | (shape.get("compared", {}) if exact is not None else {})
-                log = train_canned(side, shape, folder, watch, **changes)
+                train_canned(side, shape, folder, watch, max_grad_norm=0.0, **changes)
                 exact = watch.gradients if exact is None else exact
                 away = ((watch.gradients - exact).norm() / exact.norm()).item()
-                losses = [row["loss"] for row in log if "loss" in row]
-                found.setdefault(name, {})[f"{title}, {precision}"] = away
-                print(name, title, precision, away, "norm", watch.gradients.norm().item(), losses, flush=True)
-                del watch
-                freed()
-                put(options, {"gradients": found})
+                found[name][f"{title}, {precision}"] = away
+                print(name, title, precision, away, "norm", watch.gradients.norm().item(), flush=True)
+        Path(options.out).write_text(json.dumps({"gradients": found}))
     return {"gradients": found}
 
 
@@ -298,41 +281,35 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     on_cpu, steps = str(not torch.cuda.is_available()).lower(), ["--max_steps", 2] if options.tiny else []
     words = "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps
-    log = common.train(RECIPES[options.run], Path(folder), *words)
-    return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
+    return {"log": common.train(RECIPES[options.run], Path(folder), *words)}
 
 
 # -- All cases --
 
 
-def make_server(model: Path, case: str, gpus: list[str], options: argparse.Namespace) -> VLLMServer:
-    """A bf16 server on the last GPU, which is the trainer's where there is one only; on a CPU without any."""
+def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str], folder: Path) -> dict[str, Any]:
+    """A case's row: what its process returned, or `error`.
+
+    A bf16 server has the last GPU, which is the trainer's if there is one only; without any it is on the CPU.
+    """
+    output, log = folder / f"{case}.json", folder / f"{case}.log"
+    output.unlink(missing_ok=True)
+    job = {**vars(options), "run": case, "model": str(model), "out": str(output), "port": None}
+    place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
     flags += ["--max-model-len", str(512 + options.tokens)]
     if gpus:
         flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else SHARE)]
     if case.startswith("server, nccl"):
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
-    return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
-
-
-def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str], folder: Path) -> dict[str, Any]:
-    """A case's row: what its process returned, or `error`."""
-    output, log = folder / f"{case}.json", folder / f"{case}.log"
-    output.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output)]
-    for name in ("steps", "tokens", "rollouts"):
-        command += [f"--{name}", str(getattr(options, name))]
-    command += [*["--tiny"] * options.tiny, *(["--shapes", *options.shapes] if options.shapes else [])]
-    place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     try:
         with ExitStack() as stack:
             if case.startswith("server"):
-                server = stack.enter_context(make_server(model, case, gpus, options))
-                command += ["--port", str(server.port)]
+                of_server = {"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""}
+                job["port"] = stack.enter_context(VLLMServer(model, *flags, timeout=600.0, env=of_server)).port
             said = stack.enter_context(open(log, "w"))
             ends = {"stdout": said, "stderr": said, "timeout": CASE_SECONDS}
-            done = subprocess.run(command, cwd=ROOT, env=place, **ends)
+            done = subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], cwd=ROOT, env=place, **ends)
     except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
         return {"error": str(error)}
     found = aggregate(case, json.loads(output.read_text())) if output.is_file() else {}
@@ -347,10 +324,13 @@ def aggregate(case: str, row: dict[str, Any]) -> dict[str, Any]:
         found["exact_match"] = {"first": match[0], "last": statistics.mean(match[-10:]), "steps": len(match)}
     elif "log" in row:
         found["summary"] = summary(row)
-    for name, sides in row.get("steps", {}).items():
-        found.setdefault("steps", {})[BATCHES[name]["title"]] = {
-            side: {"seconds": statistics.median(of["seconds"]), "GiB": of["allocated"] / 2**30}
-            for side, of in sides.items()
+    if "steps" in row:
+        found["steps"] = {
+            BATCHES[name]["title"]: {
+                side: {"seconds": statistics.median(of["seconds"]), "GiB": of["allocated"] / 2**30}
+                for side, of in sides.items()
+            }
+            for name, sides in row["steps"].items()
         }
     if "gradients" in row:
         found["gradients"] = {BATCHES[name]["title"]: of for name, of in row["gradients"].items()}
@@ -372,34 +352,6 @@ def summary(row: dict[str, Any]) -> dict[str, float | None]:
     return found
 
 
-def table(about: str, columns: list[str], rows: dict[str, list[str]]) -> list[str]:
-    """A table with a row per kind of conversations, or nothing without rows."""
-    if not rows:
-        return []
-    lines = ["", about, "", f"| conversations | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return lines + [f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()]
-
-
-def step_lines(steps: dict[str, Any]) -> list[str]:
-    """The table of steps without generation. A cell without figures is a run that did not come to its end."""
-    shown, rows = [side for side in STEP_SIDES if any(side in sides for sides in steps.values())], {}
-    for title, sides in steps.items():
-        cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
-        both = "TRL" in sides and "shared prompts" in sides
-        ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
-        rows[title] = [*cells, ratio]
-    about = f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:"
-    return table(about, [*shown, "TRL / shared"], rows)
-
-
-def gradient_lines(gradients: dict[str, Any]) -> list[str]:
-    """The table of distances between gradients."""
-    names = [name for name in next(iter(gradients.values()), {})][1:]
-    rows = {title: [f"{found[n]:.1e}" if n in found else "-" for n in names] for title, found in gradients.items()}
-    about = "Distance of the whole model's gradient from that of a row per rollout in float32, relative:"
-    return table(about, names, rows)
-
-
 def section(results: dict[str, Any]) -> str:
     """The page's tables: of each card and set of versions its own, the last added first."""
     return "\n\n".join(run_section(run) for run in reversed(results["runs"]))
@@ -407,33 +359,44 @@ def section(results: dict[str, Any]) -> str:
 
 def run_section(results: dict[str, Any]) -> str:
     """The tables of the cases that were run with the same card, versions and settings."""
-    of, place = results["settings"], results["machine"]
+    of, place, cases = results["settings"], results["machine"], results["cases"]
+    forms = dict.fromkeys(("step", "rollouts", "sync", "training"), "{:.2f} s")
+    forms |= {"allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}
+    rows = []
+    for case, row in cases.items():
+        if got := row.get("summary"):
+            cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
+            rows.append(" | ".join([case, *cells]))
+    head = "case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean"
     lines = [
         f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
         f"{results['parameters'] / 1e9:.1f}B parameters with random weights, float32 with bf16 autocast, medians of "
         f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}, vLLM {place.get('vllm', 'none')}).",
         "",
-        "| case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean |",
-        "|---|---|---|---|---|---|---|---|",
+        *common.table(head, rows),
     ]
-    for case, row in results["cases"].items():
-        if "summary" not in row:
-            continue
-        got = row["summary"]
-        forms = dict.fromkeys(("step", "rollouts", "sync", "training"), "{:.2f} s")
-        forms |= {"allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}
-        cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    cases = results["cases"]
-    lines += step_lines(cases.get("step", {}).get("steps", {}))
-    lines += gradient_lines(cases.get("gradients", {}).get("gradients", {}))
-    for case, row in results["cases"].items():
+    if steps := cases.get("step", {}).get("steps"):  # a cell without figures is a run that did not come to its end
+        shown, rows = [side for side in STEP_SIDES if any(side in sides for sides in steps.values())], []
+        for title, sides in steps.items():
+            cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
+            both = "TRL" in sides and "shared prompts" in sides
+            ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
+            rows.append(" | ".join([title, *cells, ratio]))
+        lines += ["", f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:", ""]
+        lines += common.table(" | ".join(["conversations", *shown, "TRL / shared"]), rows)
+    if gradients := cases.get("gradients", {}).get("gradients"):
+        names = list(next(iter(gradients.values())))[1:]
+        cells = {title: [f"{of[n]:.1e}" if n in of else "-" for n in names] for title, of in gradients.items()}
+        rows = (" | ".join([title, *each]) for title, each in cells.items())
+        about = "Distance of the whole model's gradient from that of a row per rollout in float32, relative:"
+        lines += ["", about, "", *common.table(" | ".join(["conversations", *names]), rows)]
+    for case, row in cases.items():
         if "skipped" in row:
             lines += ["", f"`{case}` was left out: it {row['skipped']}."]
         if "error" in row:
             lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
     for case, recipe in RECIPES.items():
-        if match := results["cases"].get(case, {}).get("exact_match"):
+        if match := cases.get(case, {}).get("exact_match"):
             said = f"exact match {match['first']:.2f} in the first step, {match['last']:.2f} in the last ten"
             lines += ["", f"`{recipe}` in bf16: {said} of {match['steps']}."]
     for note in results.get("notes", []):  # written by hand, of how a run came about
@@ -445,34 +408,18 @@ FRAME = Frame("gpu", section)
 
 
 def main(argv: list[str] | None = None) -> int:
-    number, of_a_case = {"type": int}, {"help": argparse.SUPPRESS}  # of a case's own process
-    options = FRAME.parse(
-        __doc__,
-        argv,
-        None,
-        tiny={"action": "store_true", "help": "two steps of the bundled model"},
-        case={"choices": CASES, "action": "append"},
-        steps=number,
-        rollouts=number,
-        tokens=number,
-        shapes={"nargs": "+", "choices": BATCHES, "help": "of the cases `step` and `gradients`"},
-        run=of_a_case,
-        model=of_a_case,
-        port=of_a_case,
-        out=of_a_case,
-    )
+    tiny, number = {"action": "store_true", "help": "two steps of the bundled model"}, {"type": int}
+    case, job = {"choices": CASES, "action": "append"}, {"help": argparse.SUPPRESS, "type": json.loads}
+    further = {"tiny": tiny, "case": case, "steps": number, "rollouts": number, "tokens": number, "job": job}
+    options = FRAME.parse(__doc__, argv, None, **further)
     if options is None:
         return 0
     for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):
         setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
-    if options.run:
-        folder = str(Path(options.out).with_suffix(""))
-        alone = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0])
-        if alone:
-            row = alone(options, folder)
-        else:
-            row = run_case(options.run, options.model, int(options.port or 0), options, folder)
-        Path(options.out).write_text(json.dumps(row))
+    if options.job:  # the process of a case
+        options = argparse.Namespace(**options.job)
+        run = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0], run_case)
+        Path(options.out).write_text(json.dumps(run(options, str(Path(options.out).with_suffix("")))))
         return 0
     from launch.launch_plan import visible_gpus
 
@@ -480,15 +427,6 @@ def main(argv: list[str] | None = None) -> int:
     if not gpus and not options.tiny:
         sys.exit("error: no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try --tiny on a CPU.")
     return measure_all(gpus, options)
-
-
-def of_the_same(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """The results that were measured with what `run` names; they are added, without a case, where there are none."""
-    for known in results["runs"]:
-        if all(known[key] == value for key, value in run.items()):
-            return known
-    results["runs"].append({**run, "cases": {}})
-    return results["runs"][-1]
 
 
 def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
@@ -503,23 +441,24 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
         build_model("0.6B", model, "float32")
     with torch.device("meta"):
         number = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
-    run = {
+    place = {
         "machine": machine(),
         "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(len(gpus))),
         "parameters": number,
         "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
     }
     results = json.loads(path.read_text()) if path.is_file() else {"runs": []}
-    run = of_the_same(results, run)
-    if not options.case and not options.shapes:
+    same = (run for run in results["runs"] if all(run[key] == value for key, value in place.items()))
+    if (run := next(same, None)) is None:
+        run = {**place, "cases": {}}
+        results["runs"].append(run)
+    if not options.case:
         run["cases"] = {}
     for case in options.case or CASES:
-        reason = why_not(case, len(gpus))
-        had = run["cases"].get(case, {})
+        shared = len(gpus) == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        needed = (2 - shared) if case.startswith("server, nccl") else int("colocate" in case)
+        reason = f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if len(gpus) < needed else None
         row = run["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
-        for key in ("steps", "gradients") if options.shapes else ():  # the shapes that were not asked for stay
-            if key in had:
-                row[key] = {**had[key], **row.get(key, {})}
         FRAME.keep(results, options.tiny)
         said = f"{row['summary']['step']:.2f} s a step" if "summary" in row else json.dumps(row)
         print(f"{case}: " + (reason or row.get("error") or said), flush=True)

@@ -1,5 +1,4 @@
-"""Measure rollouts on one real vLLM server: this engine, the time that its own requests need at least, and a lockstep
-loop.
+"""Measure rollouts on one real vLLM server: this engine, the least time of its requests, and a lockstep loop.
 
     python scripts/bench/rollout.py            # everything, about 25 minutes on two cores; then the report
     python scripts/bench/rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
@@ -7,29 +6,25 @@ loop.
 
 Shapes, one after another within each repetition, with the same prompts, limits and tool, and an empty prefix cache:
 
-engine: the trainer's own path. One coroutine per conversation: its tool runs while others generate.
+- engine: the trainer's own path. One coroutine per conversation: its tool runs while others generate.
+- reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once by a client
+  that does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be
+  much faster. The sum may exceed the engine's time, since waits are added to the server's work and not hidden.
+- lockstep: everybody's turn in one batch, wait for the slowest; the tools one after another; the next turn.
 
-reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once, by a client
-that does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be much
-faster. The sum may exceed the engine's time, because waits are added to the server's work and not hidden behind it.
-
-lockstep: the shape of many multi-turn loops. Everybody's turn in one batch, wait for the slowest; the tools one after
-another; the next turn.
-
-The tool is the recipe's calculator after a wait (`time.sleep`): none; 0.2 s on average, where one call in five waits
-0.8 s and four wait 0.05 s; 1 s. Conversations are sampled, so the shapes run different ones of the same length.
+The tool is the recipe's calculator after a wait. Conversations are sampled, so the shapes run different ones of the
+same length.
 """
 
 import asyncio
 import functools
-import gc
 import itertools
 import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
@@ -51,21 +46,11 @@ HEADLINE = (256, 0.2)  # which is measured most often
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Runs of one size and one tool wait (seconds); the lockstep loop takes part in the first so many repetitions."""
+def plan(short: bool) -> list[tuple[int, float, int, int]]:
+    """(conversations, tool wait in seconds, repetitions, those with the lockstep loop), in ascending order.
 
-    conversations: int
-    wait: float
-    repetitions: int
-    lockstep: int
-
-
-def plan(short: bool) -> list[Cell]:
-    """The cells in ascending order of conversations.
-
-    >>> [c.lockstep for c in plan(short=True) if (c.conversations, c.wait) == HEADLINE]
-    [3]
+    >>> [cell[2:] for cell in plan(short=True) if cell[:2] == HEADLINE]
+    [(3, 3)]
     """
     cells, largest = [], max(SIZES)
     for size, wait in itertools.product(SIZES, WAITS):
@@ -75,7 +60,7 @@ def plan(short: bool) -> list[Cell]:
         else:
             repetitions = 3 if size == largest else 5
             lockstep = 0 if size == largest else 1 if wait == 1.0 else 3 if headline else 5
-        cells.append(Cell(size, wait, repetitions, lockstep))
+        cells.append((size, wait, repetitions, lockstep))
     return cells
 
 
@@ -95,14 +80,13 @@ def delayed(tool: Callable, waits: tuple[float, ...]) -> Callable:
     return wrapper
 
 
-def waited(seconds: float, waits: tuple[float, ...]) -> float:
-    """How long a call that took `seconds` slept: not what the engine added, which would excuse it in the reference."""
-    return max((wait for wait in waits if wait <= seconds), default=0.0)
-
-
 def longest_chain(rollouts: list[Any], waits: tuple[float, ...]) -> float:
-    """Seconds that the tools of one conversation slept, of the conversation where that is longest."""
-    chains = (sum(waited(t.tool_seconds, waits) for t in r.turns if t.tool_seconds) for r in rollouts)
+    """Seconds that the tools of one conversation slept, of the conversation where that is longest.
+
+    Not what the engine added to their calls, which would excuse it in the reference.
+    """
+    calls = ([turn.tool_seconds for turn in rollout.turns if turn.tool_seconds] for rollout in rollouts)
+    chains = (sum(max((w for w in waits if w <= seconds), default=0.0) for seconds in each) for each in calls)
     return max(chains, default=0.0)
 
 
@@ -128,16 +112,6 @@ def engine(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> li
     return rollouts
 
 
-@dataclass
-class Given:
-    """A backend that has sampled already."""
-
-    generation: Any
-
-    async def generate(self, *_) -> Any:
-        return self.generation
-
-
 def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> list[Any]:
     """The reference shape: a batch of turns, then the tools one after another, then the next batch."""
     from mt_grpo.base.event_loop import gather_all, run_async
@@ -151,7 +125,8 @@ def lockstep(env: Any, client: Any, prompts: list, sampling: dict[str, Any]) -> 
         while still_open := [rollout for rollout in rollouts if rollout.stop_reason is None]:
             generations = await gather_all([sample(rollout) for rollout in still_open])
             for rollout, generation in zip(still_open, generations, strict=True):
-                await env.take_turn(rollout, Given(generation), sampling)  # with its tool, before the next one's
+                sampled = SimpleNamespace(generate=lambda *_, made=generation: asyncio.sleep(0, made))
+                await env.take_turn(rollout, sampled, sampling)  # with its tool, before the next one's
 
     rollouts = env.start(prompts)
     run_async(loop())
@@ -173,17 +148,6 @@ async def send(url: str, bodies: list[bytes]) -> None:
         await asyncio.gather(*map(one, bodies))
 
 
-def replay_body(model: str, prompt_ids: list[int], num_tokens: int) -> bytes:
-    """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
-    from mt_grpo.conversation.conversations import sampling_defaults
-
-    return json.dumps({
-        **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
-        "min_tokens": num_tokens, "ignore_eos": True, "n": 1, "logprobs": 0, "return_token_ids": True,
-        "skip_special_tokens": False,
-    }).encode()  # fmt: skip
-
-
 # -- What a run costs --
 
 
@@ -199,54 +163,52 @@ class Bench:
         from mt_grpo.recipe.data import load_rows
         from mt_grpo.recipe.plugins import load_tools
 
-        self.mt, self.server = mt, server
         script_args, self.args, model_args = recipes.load_recipe(RECIPE)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-        card = mt.VLLMServerClient(base_url=server.url).model_card
+        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+        self.server = server
+        self.make_client = functools.partial(mt.VLLMServerClient, base_url=server.url, tokenizer=tokenizer)
+        card = self.make_client().model_card
         self.model = card["id"]
         (tool,) = load_tools(script_args.tools_script)
         self.envs = {
-            wait: mt.build_env(script_args, self.args, [delayed(tool, waits)], self.tokenizer)
+            wait: mt.build_env(script_args, self.args, [delayed(tool, waits)], tokenizer)
             for wait, waits in WAITS.items()
         }
         for env in self.envs.values():
             env.max_model_len = card["max_model_len"]
-        stops = {"stop_token_ids": self.envs[0.0].end_of_turn_ids(self.tokenizer)}
+        stops = {"stop_token_ids": self.envs[0.0].end_of_turn_ids(tokenizer)}
         self.sampling = {**evaluate.sampling_params(self.args), **stops}
-        self.rows = load_rows(script_args.dataset_name, "train", script_args.dataset_size)
-        self.replayable: tuple[list[tuple[list[int], int]], float] | None = None  # the last engine run's
-
-    def prompts(self, conversations: int) -> list:
-        """Groups of the same prompt, one after another, as in training."""
-        return [prompt for prompt in self.rows["prompt"][: conversations // GROUP] for _ in range(GROUP)]
-
-    def fresh_client(self) -> Any:
-        """One without connections, as in training, where an optimizer step lies between two batches of rollouts."""
-        client = recorder(self.mt.VLLMServerClient(base_url=self.server.url, tokenizer=self.tokenizer))
-        assert client.model_card["id"] == self.model  # fetched before the clock starts
-        return client
-
-    def reset(self) -> None:
-        """No run profits from another's prefix cache or pays for its garbage."""
-        answer = requests.post(f"{self.server.url}/reset_prefix_cache", timeout=60)
-        answer.raise_for_status()
-        gc.collect()
+        self.prompts = load_rows(script_args.dataset_name, "train", script_args.dataset_size)["prompt"]
+        self.replayable: tuple[list[tuple[list[int], int]], float] = [], 0.0  # the last engine run's
 
     def run(self, shape: str, conversations: int, wait: float) -> Row:
-        """One measured run; `reference` replays the last `engine`. Seconds, MiB, tokens."""
-        from mt_grpo.base.event_loop import run_async
+        """One measured run; `reference` replays the last `engine`. Seconds, MiB, tokens.
 
-        env, prompts = self.envs[wait], self.prompts(conversations)
-        requests_made, chain = self.replayable or ([], 0.0)
-        bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "reference" else []
-        client, rollouts = self.fresh_client(), []
-        self.reset()
+        No run profits from another's connections or prefix cache, or pays for its garbage. Prompts are in groups, as
+        in training.
+        """
+        from mt_grpo.base.event_loop import run_async
+        from mt_grpo.conversation.conversations import sampling_defaults
+
+        prompts = [prompt for prompt in self.prompts[: conversations // GROUP] for _ in range(GROUP)]
+        requests_made, chain = self.replayable
+        # Requests for exactly as many tokens, which ask for what training needs of them: ids and logprobs.
+        request = {**sampling_defaults(), "model": self.model, "ignore_eos": True, "n": 1, "logprobs": 0}
+        request |= {"return_token_ids": True, "skip_special_tokens": False}
+        bodies = [
+            json.dumps({**request, "prompt": ids, "max_tokens": number, "min_tokens": number}).encode()
+            for ids, number in (requests_made if shape == "reference" else ())
+        ]
+        client, rollouts = recorder(self.make_client()), []
+        assert client.model_card["id"] == self.model  # fetched before the clock starts
+        requests.post(f"{self.server.url}/reset_prefix_cache", timeout=60).raise_for_status()
         common.start_of_peak()
         with stopwatch() as seconds:
             if shape == "reference":
                 run_async(send(self.server.url, bodies))
             else:
-                rollouts = (engine if shape == "engine" else lockstep)(env, client, prompts, self.sampling)
+                make = engine if shape == "engine" else lockstep
+                rollouts = make(self.envs[wait], client, prompts, self.sampling)
         client.close()
         if shape != "reference":
             requests_made, chain = client.recorded, longest_chain(rollouts, WAITS[wait])
@@ -257,23 +219,20 @@ class Bench:
         row["seconds"] = seconds["wall"] + (shape == "reference") * chain
         return {**row, "peak_mib": memory("VmHWM") / 2**20}
 
-    def warm_up(self) -> None:
-        """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
-        for shape in ("engine", "reference"):
-            self.run(shape, 256, 0.0)
 
-
-def measure(bench: Bench, cells: list[Cell]) -> list[Row]:
-    """All runs, with a line for each."""
+def measure(bench: Bench, short: bool) -> list[Row]:
+    """All runs, with a line for each. The server's first batches take 10 to 20 seconds and do not count."""
+    for shape in ("engine", "reference"):
+        bench.run(shape, 256, 0.0)
     runs: list[Row] = []
-    for cell in cells:
-        for repetition in range(cell.repetitions):
-            for shape in ("engine", "reference", *["lockstep"] * (repetition < cell.lockstep)):
-                row = {**bench.run(shape, cell.conversations, cell.wait), "repetition": repetition}
+    for conversations, wait, repetitions, lockstep in plan(short):
+        for repetition in range(repetitions):
+            for shape in ("engine", "reference", *["lockstep"] * (repetition < lockstep)):
+                row = {**bench.run(shape, conversations, wait), "repetition": repetition}
                 runs.append(row)
                 print(
-                    f"{row['conversations']:>5} conversations, tool {row['wait']:g} s  {shape:<8} "
-                    f"{row['seconds']:7.2f} s  {row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s",
+                    f"{conversations:>5} conversations, tool {wait:g} s  {shape:<8} {row['seconds']:7.2f} s  "
+                    f"{row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s",
                     flush=True,
                 )
     return runs
@@ -288,13 +247,6 @@ def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[
     return {shape: [r for r in found if r["shape"] == shape] for shape in ("engine", "reference", "lockstep")}
 
 
-def ratios(runs: list[Row], conversations: int, wait: float, shape: str) -> list[float]:
-    """The shape's seconds over the engine's of the same repetition."""
-    cell = of_cell(runs, conversations, wait)
-    seconds = {r["repetition"]: r["seconds"] for r in cell["engine"]}
-    return [r["seconds"] / seconds[r["repetition"]] for r in cell[shape]]
-
-
 def cell_text(values: list[float], form: str) -> str:
     """Median, and minimum and maximum where there are several runs.
 
@@ -307,25 +259,28 @@ def cell_text(values: list[float], form: str) -> str:
 
 
 def table(runs: list[Row]) -> list[str]:
-    lines = [
-        "| conversations | tool wait | conversations/s | sampled tokens/s | of the reference | lockstep takes | "
-        "client CPU s per 1,000 | peak memory, MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """A row for each size and wait that was measured."""
+    head = (
+        "conversations | tool wait | conversations/s | sampled tokens/s | of the reference | lockstep takes | "
+        "client CPU s per 1,000 | peak memory, MiB"
+    )
+    lines = []
     for size, wait in itertools.product(SIZES, WAITS):
-        rows = of_cell(runs, size, wait)["engine"]
-        if not rows:
-            continue
-        reference, loop = (ratios(runs, size, wait, shape) for shape in ("reference", "lockstep"))
-        cells = (
-            f"{size:,}", f"{wait:g} s", cell_text([size / r["seconds"] for r in rows], ".1f"),
-            cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f"), cell_text(reference, ".2f"),
-            cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop)),
-            cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f"),
-            cell_text([r["peak_mib"] for r in rows], ",.0f"),
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        cell = of_cell(runs, size, wait)
+        rows, seconds = cell["engine"], {r["repetition"]: r["seconds"] for r in cell["engine"]}
+        # The shape's seconds over the engine's of the same repetition.
+        reference, loop = (
+            [r["seconds"] / seconds[r["repetition"]] for r in cell[s]] for s in ("reference", "lockstep")
+        )
+        if rows:
+            rates = cell_text([size / r["seconds"] for r in rows], ".1f")
+            tokens = cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f")
+            slower = cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop))
+            cpu = cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f")
+            peak = cell_text([r["peak_mib"] for r in rows], ",.0f")
+            cells = f"{size:,}", f"{wait:g} s", rates, tokens, cell_text(reference, ".2f"), slower, cpu, peak
+            lines.append(" | ".join(cells))
+    return common.table(head, lines)
 
 
 def section(results: dict[str, Any]) -> str:
@@ -380,8 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     model = "hf_recipes/tiny/calculator-model"
     with VLLMServer(model, "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024") as server:
         bench = Bench(server)
-        bench.warm_up()
-        runs = measure(bench, plan(options.short))
+        runs = measure(bench, options.short)
     settings = {"form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters"}
     settings |= {"group": GROUP, "max_concurrent_tools": bench.args.max_concurrent_tools}
     results = rounded({"machine": machine(), "settings": settings, "runs": runs}, 7)

@@ -7,10 +7,10 @@
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
 shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
 
-Measured: the trainer's own push and check, after a weight was changed; the first push of a server is not counted. One
-repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset of
-the cache, resume) and `check` (comparison of logprobs, by default after every tenth push). Beside it the same number
-of bytes is written to a plain file in the same directory and read back, and to the ordinary disk with fsync. With LoRA
+The trainer's own push and check are measured, after a weight was changed; the first push of a server is not counted.
+One repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset
+of the cache, resume) and `check` (comparison of logprobs, by default after every tenth push). Then the same number of
+bytes is written to a plain file in the same directory and read back, and to the ordinary disk with fsync. With LoRA
 (rank 16, all linear layers) the adapter alone is pushed, to a server with room for it. Other rows send all weights.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, Frame, VLLMServer, machine, memory, prepare, rounded, spread, start_of_peak
+from bench.common import ROOT, Frame, VLLMServer, machine, memory, prepare, rounded, spread, start_of_peak, table
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 QWEN = json.loads((ROOT / "scripts/bench/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
@@ -71,14 +71,7 @@ def build_trainer(model: Path, port: int, dtype: str, output_dir: str, lora: boo
     from peft import LoraConfig
 
     import mt_grpo_trainer as mt
-
-    def calculator(expression: str) -> str:
-        """Evaluate a product of two integers.
-
-        Args:
-            expression: Such as `6 * 7`.
-        """
-        return expression
+    from mt_grpo.recipe.plugins import load_tools
 
     def outcome(completions, **columns):
         return [0.0] * len(completions)
@@ -91,17 +84,13 @@ def build_trainer(model: Path, port: int, dtype: str, output_dir: str, lora: boo
         "vllm_importance_sampling_mode": "token_truncate", "weight_sync": "adapter" if lora else "disk",
         "weight_sync_dir": SYNC_DIR, "model_init_kwargs": {"dtype": dtype},
     })  # fmt: skip
-    env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
+    tools = load_tools(str(ROOT / "tools/calculator.py"))
+    env = mt.MultiTurnToolEnv(tools, "Use the calculator, then answer.", max_turn_tokens=48)
+    server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port}
+    adapter = LoraConfig(r=LORA_RANK, target_modules="all-linear") if lora else None
+    data = Dataset.from_list(rows)
     return mt.MTGRPOEnvTrainer(
-        str(model),
-        env,
-        [],
-        [outcome],
-        vllm_server_host="127.0.0.1",
-        vllm_server_port=port,
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(r=LORA_RANK, target_modules="all-linear") if lora else None,
+        str(model), env, [], [outcome], args=args, train_dataset=data, peft_config=adapter, **server
     )
 
 
@@ -121,15 +110,13 @@ def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
             norm.data.mul_(1.25 if number % 2 == 0 else 0.8)
         else:
             added.data.add_(0.5 if number % 2 == 0 else -0.5)
-        before = start_of_peak()
-        started = time.perf_counter()
+        before, started = start_of_peak(), time.perf_counter()
         phases = trainer.weight_sync._push(f"{trainer.client.instance}-bench-{number}")
-        pushed = time.perf_counter()
-        peak = memory("VmHWM") - before
+        pushed, peak = time.perf_counter() - started, memory("VmHWM") - before
         checking = time.perf_counter()
         trainer.weight_sync._check_logprobs()
         check = time.perf_counter() - checking
-        pushes.append({**phases, "check": check, "total": pushed - started + check, "peak": peak})
+        pushes.append({**phases, "check": check, "total": pushed + check, "peak": peak})
     return pushes
 
 
@@ -166,9 +153,8 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     seconds = {key: spread([push[key] for push in pushes]) for key in keys}
     row: dict[str, Any] = {"size": size, "dtype": dtype, **model, "repetitions": len(pushes), "seconds": seconds}
     for name, runs in (("plain", plain), ("disk", disk)):
-        if runs:
-            row[name] = {key: spread([run[key] for run in runs]) for key in ("write", "read")}
-            row[f"{name}_gb_per_s"] = {key: gigabytes / row[name][key]["median"] for key in ("write", "read")}
+        row[name] = {key: spread([run[key] for run in runs]) for key in ("write", "read")}
+        row[f"{name}_gb_per_s"] = {key: gigabytes / row[name][key]["median"] for key in ("write", "read")}
     # The check moves no weights: a push against the plain file is without it.
     push = seconds["total"]["median"] - seconds["check"]["median"]
     row["times_plain"] = push / (row["plain"]["write"]["median"] + row["plain"]["read"]["median"])
@@ -180,14 +166,13 @@ def measure(size: str, dtype: str, repetitions: int, lora: bool = False) -> dict
     """Start a server for a model of that size, push to it, or an adapter alone, and return the row of results."""
     from mt_grpo.generation.weights import adapter_weights
 
+    flags, env = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--dtype", dtype), {}
+    if lora:
+        flags += ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(LORA_RANK))
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         model = build_model(size, Path(folder) / "model", dtype)
-        started = time.perf_counter()
-        flags = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--dtype", dtype)
-        env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if lora else {}
-        flags += ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(LORA_RANK)) if lora else ()
         with VLLMServer(model, *flags, env=env, log=Path(folder) / "vllm.log", timeout=400) as server:
-            up = time.perf_counter() - started
             trainer = build_trainer(model, server.port, dtype, folder, lora)
             weights = adapter_weights(trainer.model) if lora else trainer.vllm_generation.named_weights()
             tensors = {name: t.numel() * t.element_size() for name, t in weights}
@@ -199,8 +184,7 @@ def measure(size: str, dtype: str, repetitions: int, lora: bool = False) -> dict
         gc.collect()
         plain = [plain_seconds(SYNC_DIR, counts["bytes"]) for _ in range(repetitions)]
         disk = [plain_seconds(folder, counts["bytes"], disk=True) for _ in range(min(repetitions, 3))]
-    row = summary(size, f"{dtype}, LoRA" if lora else dtype, counts, pushes, plain, disk)
-    return {**row, "server_start_seconds": round(up, 1)}
+    return summary(size, f"{dtype}, LoRA" if lora else dtype, counts, pushes, plain, disk)
 
 
 # -- All models, the report --
@@ -224,23 +208,23 @@ def markdown(results: dict[str, Any]) -> str:
         f"total: median, minimum to maximum), trainer and server on the same {where['cores']} cores of "
         f"{where['cpu']}:",
         "",
-        "| model | dtype | MB | gather | write | load | check | total | plain write + read | push / plain | "
-        "trainer's memory |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    head = f"model | dtype | MB | {' | '.join(PHASES)} | total | plain write + read | push / plain | trainer's memory"
+    table_rows = []
     for row in rows:
         seconds, plain = row["seconds"], row["plain"]
         cells = [short(seconds[key]["median"]) if key in seconds else "in gather" for key in PHASES]
         total = seconds["total"]
         total = f"{short(total['median'])} ({short(total['min'])} to {short(total['max'])})"
         both = f"{short(plain['write']['median'])} + {short(plain['read']['median'])}"
-        lines.append(
-            f"| {row['size']} | {row['dtype']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(cells)} | {total} | {both} | "
-            f"{row['times_plain']:.1f} | + {row['peak_multiple']:.1f} |"
+        table_rows.append(
+            f"{row['size']} | {row['dtype']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(cells)} | {total} | {both} | "
+            f"{row['times_plain']:.1f} | + {row['peak_multiple']:.1f}"
         )
     largest = max(rows, key=lambda row: row["bytes"])
     speed, disk = largest["plain_gb_per_s"], largest["disk_gb_per_s"]
     lines += [
+        *table(head, table_rows),
         "",
         f"MB: what one push sends, an embedding that is tied counted twice. Plain: a file of as many bytes in "
         f"`{results['sync_dir']}`, here {speed['write']:.1f} GB/s written and {speed['read']:.1f} GB/s read (the "

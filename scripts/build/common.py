@@ -27,50 +27,14 @@ from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.images.pictures import inputs_of_rows, reader_of
 from mt_grpo.rollout import Message, ToolCall, ToolResult, Turn
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "hf_recipes/tiny"
+# The templates stand in the models' folders. That of hermes is Qwen's, without its explanations: a model of this size
+# reads every token of them in every turn.
+CHAT_TEMPLATE, HERMES_TEMPLATE = (
+    (TINY / name / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("calculator-model", "calculator-hermes-model")
 )
-# Qwen's, without its explanations: a model of this size reads every token of them in every turn.
-HERMES_TEMPLATE = """\
-{%- if tools or messages[0].role == 'system' %}
-    {{- '<|im_start|>system' }}
-    {%- if messages[0].role == 'system' %}
-        {{- '\\n' + messages[0].content }}
-    {%- endif %}
-    {%- if tools %}
-        {{- '\\n<tools>' }}
-        {%- for tool in tools %}
-            {{- '\\n' }}{{ tool | tojson }}
-        {%- endfor %}
-        {{- '\\n</tools>' }}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- elif message.role != 'system' or not loop.first %}
-        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-        {%- for tool_call in message.tool_calls or [] %}
-            {{- '\\n' if message.content or not loop.first }}
-            {{- '<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
-            {{- tool_call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 DIGITS = pre_tokenizers.Digits(individual_digits=True)  # so that copying a number is copying its digits
 Example = tuple[list[int], list[int]]  # ids and labels
 
@@ -201,19 +165,12 @@ def train_tokenizer(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
-    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 32}
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(
-        **sizes,
-        **heads,
-        **ends,
-        num_hidden_layers=num_layers,
-        bos_token_id=None,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.06,  # at this width the default 0.02 learns to copy digits several times more slowly
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 32}
+    further = {"num_hidden_layers": num_layers, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    # At this width the default range of 0.02 learns to copy digits several times more slowly.
+    config = Qwen3Config(**sizes, **heads, **further, **ends, bos_token_id=None, initializer_range=0.06)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=True, **ends)
     return model
@@ -223,13 +180,11 @@ def take_weights(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pa
     """The weights of a model of the same shape, with the embeddings of tokens that both vocabularies have."""
     known = AutoTokenizer.from_pretrained(path).get_vocab()
     weights = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    name = "model.embed_tokens.weight"
-    old, weights[name] = weights[name], model.state_dict()[name].clone()
+    new = model.state_dict()["model.embed_tokens.weight"].clone()
     for token, i in tokenizer.get_vocab().items():
         if token in known:
-            weights[name][i] = old[known[token]]
-    weights["lm_head.weight"] = weights[name]  # tied
-    model.load_state_dict(weights)
+            new[i] = weights["model.embed_tokens.weight"][known[token]]
+    model.load_state_dict({**weights, "model.embed_tokens.weight": new, "lm_head.weight": new})  # tied
 
 
 def encode(messages: list[Message], tool_format: ChatFormat, tools: dict[str, Any]) -> tuple[list[int], list[int]]:

@@ -14,7 +14,8 @@ only some of the time (temperature 1): that gap is what reinforcement learning c
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,7 @@ from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Message
 from tools.wiki_search import wiki_search
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "hf_recipes/tiny/encyclopedia.yaml"
-DATA = ROOT / "hf_recipes/tiny/encyclopedia"
 SYSTEM = "Use wiki_search, then answer."
 MAX_CALLS = 3  # turns with calls in one conversation, as in the recipe
 MAX_RESULT_TOKENS = 48  # longer errors are cut
@@ -42,7 +41,8 @@ TOOLS = named_tools([wiki_search])  # read, not called: the warm start has no co
 # All words have four letters, so that no name is a part of another one.
 WORDS = [a + b for a in "Ba De Fi Go Ka Le Mi Nu".split() for b in "la mo na ri so tu va zu".split()]
 ENTITIES = [f"{first} {second}" for first in WORDS for second in WORDS]
-# BM25 does not see the order of words. INVARIANT: "Bala Fizu" and "Fizu Bala" have no relation in common.
+# BM25 does not see the order of words. INVARIANT: "Bala Fizu", in alphabetical order, and "Fizu Bala" have no relation
+# in common: the first four are of the one, the others of the other.
 RELATIONS = (("capital", "founder", "harbour", "river"), ("neighbour", "patron", "rival", "ruler"))
 ALL_RELATIONS = RELATIONS[0] + RELATIONS[1]
 FACTS_EACH = 2  # of an entity
@@ -61,16 +61,6 @@ Facts = dict[tuple[str, str], str]  # (relation, entity) -> entity
 # -- The encyclopedia --
 
 
-def relations_of(entity: str) -> tuple[str, ...]:
-    """The relations that an entity can have: one half for names in alphabetical order, the other for the rest.
-
-    >>> relations_of("Bala Fizu")[0], relations_of("Fizu Bala")[0]
-    ('capital', 'neighbour')
-    """
-    first, second = entity.split()
-    return RELATIONS[first > second]
-
-
 def other_entity(entity: str, rng: random.Random) -> str:
     """An entity of two different words, none of them in this one's name.
 
@@ -85,7 +75,8 @@ def make_facts(seed: int = 0) -> Facts:
     return {
         (relation, entity): other_entity(entity, rng)
         for entity in ENTITIES
-        for relation in rng.sample(relations_of(entity), FACTS_EACH)
+        for first, second in [entity.split()]
+        for relation in rng.sample(RELATIONS[first > second], FACTS_EACH)
     }
 
 
@@ -94,38 +85,24 @@ def title_of(relation: str, entity: str) -> str:
     return f"{relation} of {entity}"
 
 
-def make_corpus(facts: Facts) -> list[dict[str, str]]:
-    """One passage per fact."""
-    return [{"id": str(i), "title": title_of(*key), "text": value} for i, (key, value) in enumerate(facts.items())]
-
-
 def make_question(path: tuple[str, ...], entity: str) -> str:
-    """The question behind relations that are followed from left to right.
-
-    >>> make_question(("river", "ruler"), "Bala Fizu")
-    'What is the ruler of the river of Bala Fizu?'
-    """
+    """The question behind relations that are followed from left to right."""
     return f"What is the {' of the '.join(reversed(path))} of {entity}?"
 
 
 def read_question(question: str) -> tuple[list[str], str]:
-    """The relations in the order of the searches, and the entity that the first search is about.
-
-    >>> read_question("What is the ruler of the river of Bala Fizu?")
-    (['river', 'ruler'], 'Bala Fizu')
-    """
-    *relations, entity = (
-        question.removeprefix("What is the ").removesuffix("?").replace(" of the ", " of ").split(" of ")
-    )
+    """The relations in the order of the searches, and the entity that the first search is about."""
+    words = question.removeprefix("What is the ").removesuffix("?").replace(" of the ", " of ")
+    *relations, entity = words.split(" of ")
     return relations[::-1], entity
 
 
 def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     """The questions of both splits, about half of two hops. A held-out question begins at a held-out entity."""
     rng = random.Random(seed)
-    has: dict[str, list[str]] = {}
+    has: dict[str, list[str]] = defaultdict(list)
     for relation, entity in facts:
-        has.setdefault(entity, []).append(relation)
+        has[entity].append(relation)
     questions: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
     for i, entity in enumerate(ENTITIES):
         first, second = rng.sample(has[entity], 2)
@@ -142,9 +119,10 @@ def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_data(folder: Path) -> None:
-    """The corpus and the questions as JSON lines."""
+    """The corpus, a passage per fact, and the questions as JSON lines."""
     facts = make_facts()
-    for name, rows in {"corpus": make_corpus(facts), **make_rows(facts)}.items():
+    corpus = [{"id": str(i), "title": title_of(*key), "text": value} for i, (key, value) in enumerate(facts.items())]
+    for name, rows in {"corpus": corpus, **make_rows(facts)}.items():
         common.write_lines(folder / f"{name}.jsonl", rows)
 
 
@@ -237,31 +215,28 @@ def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFa
     return common.train_tokenizer(texts, 448, CHAT_TEMPLATE, split=None, added=WORDS)
 
 
-def drawing(
-    tool_format: ChatFormat, call_shares: dict[str, int], answer_shares: dict[str, int], rng: random.Random
-) -> Callable[[], Example]:
-    """Ids and labels of a conversation, one per call."""
-    return lambda: encode(make_conversation(tool_format, call_shares, answer_shares, rng), tool_format, TOOLS)
-
-
 def main() -> None:
     args = common.read_arguments(
         __doc__,
-        ROOT / "hf_recipes/tiny/search-model",
+        common.TINY / "search-model",
         steps=200,
         threads=1,  # so small matrices gain nothing from 2
         data={"action": "store_true", "help": "write hf_recipes/tiny/encyclopedia, and end"},
         mixed_steps={"type": int, "default": 150, "help": "with mistakes"},
     )
     if args.data:
-        return write_data(DATA)
+        return write_data(common.TINY / "encyclopedia")
     rng = args.rng
     first = make_format("xml", build_tokenizer([opening(make_question(("river",), "Bala Fizu"), SYSTEM)]))
     drawn = [make_conversation(first, CALL_SHARES, ANSWER_SHARES, rng) for _ in range(2000)]
     tokenizer = build_tokenizer(drawn)
     tool_format, model = make_format("xml", tokenizer), build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    right, mixed = (drawing(tool_format, *s, rng) for s in ((RIGHT, RIGHT), (CALL_SHARES, ANSWER_SHARES)))
+
+    def example(*shares: dict[str, int]) -> Example:
+        return encode(make_conversation(tool_format, *shares, rng), tool_format, TOOLS)
+
+    right, mixed = (partial(example, *shares) for shares in ((RIGHT, RIGHT), (CALL_SHARES, ANSWER_SHARES)))
     common.warm_start_twice(model, tokenizer, right, mixed, args, RECIPE)
 
 

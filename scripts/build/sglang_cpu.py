@@ -38,14 +38,7 @@ def requirements() -> list[str]:
 
 
 def operators(source: Path) -> list[str]:
-    """The operators that SGLang's source names.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> _ = (folder / "a.py").write_text("x = torch.ops.sgl_kernel.b_cpu; register_fake('sgl_kernel::a_cpu')")
-    >>> operators(folder)
-    ['a_cpu', 'b_cpu']
-    """
+    """The operators that SGLang's source names, as `torch.ops.sgl_kernel.NAME` or `sgl_kernel::NAME`."""
     found = set()
     for path in source.rglob("*.py"):
         found.update(re.findall(r"(?:torch\.ops\.sgl_kernel\.|sgl_kernel::)(\w+)", path.read_text(errors="replace")))

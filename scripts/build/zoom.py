@@ -14,7 +14,7 @@ import io
 import random
 import re
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from mt_grpo.images.reader import image_reader
 from mt_grpo.rollout import Message
 from tools.zoom import CORNERS, PARTS, Zoom
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "hf_recipes/tiny/zoom.yaml"
 SYSTEM = "Use zoom, then answer."
 NUM_ROWS = {"train": 640, "test": 512}
@@ -68,22 +67,7 @@ VISION_TOKENS = {
     "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- else %}
-        {%- for part in message.content %}
-            {{- part.text if part.type == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = (common.TINY / "zoom-model/chat_template.jinja").read_text(encoding="utf-8")
 
 # -- Pictures and rows --
 
@@ -106,43 +90,29 @@ def draw_picture(digits: list[int], scale: int, rng: random.Random) -> Image.Ima
     return image.resize((side * scale, side * scale), Image.Resampling.NEAREST)
 
 
-def make_row(rng: random.Random, scale: int = 1) -> dict[str, Any]:
-    """A picture and a question about one of its corners; `image` is one of PIL."""
-    digits, place = rng.sample(range(10), 4), rng.randrange(4)
-    return {
-        "question": f"Which digit is {CORNERS[place]}?",
-        "answer": str(digits[place]),
-        "corner": CORNERS[place],
-        "image": draw_picture(digits, scale, rng),
-        "digits": digits,
-    }
-
-
 def make_rows(split: str, size: int, scale: int = 1) -> list[dict[str, Any]]:
-    """Rows of a split; those of another split have other pictures."""
-    rng = random.Random(f"zoom {split}")
-    return [make_row(rng, scale) for _ in range(size)]
-
-
-def data_uri(image: Image.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    """Rows of a split, each a picture of PIL and a question about one of its corners; splits share no picture."""
+    rng, rows = random.Random(f"zoom {split}"), []
+    for _ in range(size):
+        digits, place = rng.sample(range(10), 4), rng.randrange(4)
+        row = {"question": f"Which digit is {CORNERS[place]}?", "answer": str(digits[place]), "corner": CORNERS[place]}
+        rows.append({**row, "image": draw_picture(digits, scale, rng), "digits": digits})
+    return rows
 
 
 def write_data(folder: Path, num_rows: dict[str, int], scale: int = 1) -> None:
     """The splits as JSON lines, with pictures as data URIs."""
     for split, size in num_rows.items():
         rows = make_rows(split, size, scale)
-        rows = [{k: data_uri(v) if k == "image" else v for k, v in row.items() if k != "digits"} for row in rows]
+        for row in rows:
+            file = io.BytesIO()
+            row["image"].save(file, "PNG", optimize=True)
+            row["image"] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+            del row["digits"]
         common.write_lines(folder / f"{split}.jsonl", rows)
 
 
 # -- Conversations with known mistakes --
-
-
-def call(corner: str) -> str:
-    return common.call("zoom", corner=corner)
 
 
 def call_turn(kind: str, corner: str, rng: random.Random) -> str:
@@ -155,7 +125,7 @@ def call_turn(kind: str, corner: str, rng: random.Random) -> str:
         return f"<answer>{rng.randrange(10)}</answer>"
     if kind == "no tag":
         return corner
-    text = call(corner)
+    text = common.call("zoom", corner=corner)
     return rng.choice((text[:-8] + "</tool>", text.replace('"}}', '"}'))) if kind == "broken JSON" else text
 
 
@@ -187,18 +157,6 @@ def make_conversation(
             messages.append({"role": "assistant", "content": answer_turn(draw(answer_shares, rng), digit, rng)})
             break
     return messages, shown
-
-
-def drawing(
-    rows: list[dict[str, Any]], tool_format: ChatFormat, call_shares: Shares, answer_shares: Shares, rng: random.Random
-) -> Callable[[], Example]:
-    """Ids and labels of conversations about random rows, one per call."""
-
-    def next_example() -> Example:
-        messages, _pictures = make_conversation(rng.choice(rows), tool_format, call_shares, answer_shares, rng)
-        return encode(messages, tool_format, TOOLS)  # INVARIANT: the pictures are held until their ids are made
-
-    return next_example
 
 
 # -- Model --
@@ -234,20 +192,15 @@ def build_vision_model(tokenizer: PreTrainedTokenizerFast, width: int = 128) -> 
     return model
 
 
-def build_processor() -> Qwen2VLImageProcessorPil:
-    size = {"shortest_edge": 28 * 28, "longest_edge": LARGEST * LARGEST}
-    return Qwen2VLImageProcessorPil(patch_size=14, temporal_patch_size=2, merge_size=2, size=size)
-
-
 def main() -> None:
     args = common.read_arguments(
         __doc__,
-        ROOT / "hf_recipes/tiny/zoom-model",
+        common.TINY / "zoom-model",
         steps=200,
         threads=1,  # so small matrices gain nothing from 2
         mixed_steps={"type": int, "default": 60, "help": "with mistakes"},
         data={"action": "store_true", "help": "write pictures and questions into --data_dir, and end"},
-        data_dir={"type": Path, "default": ROOT / "hf_recipes/tiny/zoom"},
+        data_dir={"type": Path, "default": common.TINY / "zoom"},
         num_rows={"type": int, "help": "of the training split; the test split has 512"},
         scale={"type": int, "default": 1, "help": "pixels for one of the smallest pictures: for large models"},
     )
@@ -257,12 +210,19 @@ def main() -> None:
     rng = args.rng
     tokenizer = build_tokenizer(rng)
     model = build_vision_model(tokenizer)
-    build_processor().save_pretrained(args.output_dir)
+    size = {"shortest_edge": 28 * 28, "longest_edge": LARGEST * LARGEST}
+    processor = Qwen2VLImageProcessorPil(patch_size=14, temporal_patch_size=2, merge_size=2, size=size)
+    processor.save_pretrained(args.output_dir)
     with_pictures(tokenizer, image_reader(str(args.output_dir), model.config, tokenizer))
     tool_format = make_format("xml", tokenizer)
-    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('top left'))}")
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     rows = make_rows("warm start", 512)
-    right, mixed = (drawing(rows, tool_format, *shares, rng) for shares in (RIGHT, (CALL_SHARES, ANSWER_SHARES)))
+
+    def example(*shares: Shares) -> Example:
+        messages, _pictures = make_conversation(rng.choice(rows), tool_format, *shares, rng)
+        return encode(messages, tool_format, TOOLS)  # INVARIANT: the pictures are held until their ids are made
+
+    right, mixed = (partial(example, *shares) for shares in (RIGHT, (CALL_SHARES, ANSWER_SHARES)))
     common.warm_start_twice(model, tokenizer, right, mixed, args, RECIPE)
 
 

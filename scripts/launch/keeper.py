@@ -3,13 +3,10 @@
     keeper.py MARK SECONDS < PIPE
 
 The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
-input the launcher tells, one per line, what it starts:
-
-    process NAME PID    the first process of a session
-
-The pipe reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every
-process with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL.
-Of libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
+input the launcher tells what it starts, a line `process NAME PID` for the first process of each session. The pipe
+reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every process
+with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL. Of libraries only psutil is imported, so
+that the keeper is ready within a tenth of a second.
 """
 
 import contextlib
@@ -22,16 +19,6 @@ import psutil
 
 MARK = "MT_GRPO_LAUNCH"  # the environment variable that names the launch
 Leader = tuple[str, psutil.Process]  # (what it is, the first process of a session)
-
-
-def read_pipe(lines: Iterable[str]) -> list[Leader]:
-    """The leaders that the launcher told until it ended."""
-    leaders = []
-    for line in lines:
-        _, name, pid = line.split()
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended already, and its parent knows
-            leaders.append((name, psutil.Process(int(pid))))
-    return leaders
 
 
 def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
@@ -61,29 +48,28 @@ def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
 
 def end(leaders: list[Leader], mark: str, seconds: float) -> None:
     """End all processes of the launch; those that are deaf to SIGTERM after `seconds`."""
+
+    def signal_all(method: str) -> None:
+        for process in left:  # psutil makes sure that a number is not another process's
+            with contextlib.suppress(psutil.Error):
+                getattr(process, method)()
+
     left = living(leaders, mark)
     if left:
         names = dict.fromkeys(name for name, process in leaders if process in left)
         names = names or ["processes that were left behind"]
         say(f"stopping the {' and the '.join(names)}")
-    send("terminate", left)
+    signal_all("terminate")
     deadline = time.monotonic() + seconds
     while (left := living(leaders, mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     deadline = time.monotonic() + 10
     while left and time.monotonic() < deadline:
-        send("kill", left)
+        signal_all("kill")
         time.sleep(0.2)
         left = living(leaders, mark)
     if left:
         say(f"warning: still running after KILL: {' '.join(str(process.pid) for process in left)}", sys.stderr)
-
-
-def send(method: str, processes: list[psutil.Process]) -> None:
-    """`terminate` or `kill` for those that still live; psutil makes sure that a number is not another process's."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            getattr(process, method)()
 
 
 def say(text: str, stream=None) -> None:
@@ -93,7 +79,12 @@ def say(text: str, stream=None) -> None:
 
 def clean_up(lines: Iterable[str], mark: str, seconds: float) -> None:
     """Wait for the end of the lines, then end the processes that they named."""
-    end(read_pipe(lines), mark, seconds)
+    leaders = []
+    for line in lines:
+        _, name, pid = line.split()
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended already, and its parent knows
+            leaders.append((name, psutil.Process(int(pid))))
+    end(leaders, mark, seconds)
 
 
 if __name__ == "__main__":

@@ -124,42 +124,6 @@ def without(argv: list[str], key: str) -> list[str]:
     return parser.parse_known_args(argv)[1]
 
 
-def is_given(argv: list[str], key: str) -> bool:
-    """Whether the command line or the recipe, which it begins with, sets a key."""
-    return without(argv, key) != argv or key in read_recipe(argv[1], mt.recipe_classes())
-
-
-def server_context(
-    script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig
-) -> tuple[int, bool]:
-    """(tokens of the server's context: the longest prompt and a completion, or the model's; whether it reads images).
-
-    Raises:
-        ValueError: tools, rewards or data that do not load.
-    """
-    tools = load_recipe_tools(script_args, args)
-    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
-    weights_of(turn_funcs, args.turn_reward_weights, "turn")
-    weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
-    name, revision = model_args.model_name_or_path, model_args.model_revision
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-    env = mt.build_env(script_args, args, tools, tokenizer)
-    with_pictures(tokenizer, why_text(args) or image_reader(name, config, tokenizer, revision))
-    train, test = load_splits(script_args, whole.eval_strategy, env.environments)
-    train, _ = prepare_data(env, whole, train)
-    needed = 0
-    for split, rows in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, test)):
-        if rows is None:
-            continue
-        where = f"dataset {script_args.dataset_name!r}, split {split!r}"
-        check_dataset(rows, where, env)
-        check_images(rows, where, env)
-        needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(needed, context or needed), reader_of(tokenizer) is not None
-
-
 def server_dtype(args: mt.MTGRPOConfig, model_args: Any) -> str:
     """The type in which the policy computes: that of mixed precision, else that of its weights."""
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else model_args.dtype or "auto"
@@ -197,7 +161,8 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     if starts_server:
         check_installed(args.rollout_engine)
         uses_nccl = bool(servers[0]) and args.weight_sync != "disk" and args.rollout_engine == "vllm"
-        given = not uses_nccl or is_given(argv, "vllm_group_port")
+        key = "vllm_group_port"
+        given = not uses_nccl or without(argv, key) != argv or key in read_recipe(recipe, mt.recipe_classes())
         plan |= server_plan(script_args, args, model_args, whole, on_gpu=bool(servers[0]))
         plan["wanted_group_port"] = None if given else args.vllm_group_port
         by_default = "zero3" if trainers and plan["deepspeed"] and not plan["images"] else ""
@@ -229,12 +194,33 @@ def usable_gpus(argv: list[str]) -> list[str]:
 def server_plan(
     script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig, on_gpu: bool
 ) -> dict[str, Any]:
-    """What a server is started with. Raises `ValueError` as `server_context` does."""
-    context, reads_images = server_context(script_args, args, model_args, whole)
+    """What a server is started with. Raises `ValueError` for tools, rewards or data that do not load.
+
+    Its context has the longest prompt and a completion, or is the model's.
+    """
+    tools = load_recipe_tools(script_args, args)
+    turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
+    weights_of(turn_funcs, args.turn_reward_weights, "turn")
+    weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    env = mt.build_env(script_args, args, tools, tokenizer)
+    with_pictures(tokenizer, why_text(args) or image_reader(name, config, tokenizer, revision))
+    train, test = load_splits(script_args, whole.eval_strategy, env.environments)
+    train, _ = prepare_data(env, whole, train)
+    needed = 0
+    for split, rows in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, test)):
+        if rows is not None:
+            where = f"dataset {script_args.dataset_name!r}, split {split!r}"
+            check_dataset(rows, where, env)
+            check_images(rows, where, env)
+            needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or needed
     return {
-        "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
-        "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
-        "max_model_len": context, "images": reads_images, "weight_sync": args.weight_sync,
+        "model": name, "revision": revision or "main", "trust_remote_code": args.trust_remote_code,
+        "wanted_port": args.vllm_server_port, "max_model_len": min(needed, context),
+        "images": reader_of(tokenizer) is not None, "weight_sync": args.weight_sync,
         "dtype": server_dtype(args, model_args) if on_gpu else "float32", "engine": args.rollout_engine,
         "adapters": adapters_of(args, model_args, on_gpu),
     }  # fmt: skip

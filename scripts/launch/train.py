@@ -19,8 +19,7 @@ Environment:
                           (VLLM_SERVERS, VLLM_TP and VLLM_ARGS are other names of these three)
     SGLANG_PYTHON         the interpreter that has SGLang (default: .venv-sglang/bin/python, of setup.sh --sglang)
     SERVER_TIMEOUT        seconds that a server may take to start (default 1800)
-    SERVER_RESTARTS       how often each server that dies during training is started again (default 3); the trainer
-                          goes on with the others; without any it waits for vllm_server_timeout seconds
+    SERVER_RESTARTS       how often each server that dies during training is started again (default 3)
     STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
     TRAINER               the trainer (default: mt_grpo_trainer.py), for a copy that does something else
     PYTHON                the interpreter of everything that is started (default: the one that runs this file)
@@ -55,8 +54,6 @@ LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
 OTHER_VARIABLES = {"NUM_SERVERS": "VLLM_SERVERS", "SERVER_TP": "VLLM_TP", "SERVER_ARGS": "VLLM_ARGS"}
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 Command = tuple[list[str], dict[str, str]]  # (arguments, additions to the environment)
-
-
 PROGRAM = "train"  # of scripts/, in messages; serve.py has its own
 
 
@@ -94,7 +91,13 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
     """The checks, the server if the recipe needs one, and the training. Returns the trainer's exit code."""
     # Everything that can be wrong with the recipe and the arguments is found here, before a server is started.
     say(f"checking {recipe}")
-    plan = make_plan(launch, [python, "scripts/launch/launch_plan.py", "--config", recipe, *arguments])
+    # The process of the checks imports the trainer and is gone before anything else is started.
+    command = [python, "scripts/launch/launch_plan.py", "--config", recipe, *arguments]
+    checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
+    output, _ = checks.communicate()
+    if checks.returncode or not output.strip():  # it said what is wrong
+        raise SystemExit(exit_code(checks))
+    plan = json.loads(output)
     Path(plan["output_dir"]).mkdir(parents=True, exist_ok=True)
     arguments = ["--config", recipe, *arguments]
     servers = start_servers(launch, python, plan) if plan["starts_server"] else []
@@ -126,18 +129,17 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
 
 def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[Server]":
     """Start the servers of a plan, each on its own port and GPUs, without waiting for them."""
-    servers, wanted, several = [], plan["wanted_port"], len(plan["server_gpus"]) > 1
+    servers, wanted, title, several = [], plan["wanted_port"], TITLES[plan["engine"]], len(plan["server_gpus"]) > 1
     for number, gpus in enumerate(plan["server_gpus"]):
         port = lock_ports(wanted)
         if port != wanted:
             say(f"port {wanted} is taken, using {port}")
-        wanted, title = port + 1, TITLES[plan["engine"]]
+        wanted = port + 1
         name = f"{title} server {number}" if several else f"the {title} server"
         log = Path(plan["output_dir"]) / f"{plan['engine']}_server{f'.{number}' if several else ''}.log"
-        server = Server(launch, server_command(python, plan, port, gpus), port, name, log)
-        say(f"starting {name} on {f'GPU {gpus}' if gpus else 'the CPU'}, port {port}; log: {server.log}")
-        server.start()
-        servers.append(server)
+        servers.append(Server(launch, server_command(python, plan, port, gpus), port, name, log))
+        say(f"starting {name} on {f'GPU {gpus}' if gpus else 'the CPU'}, port {port}; log: {log}")
+        servers[-1].start()
     return servers
 
 
@@ -183,13 +185,13 @@ def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
         "--context-length", str(plan["max_model_len"] + 8), "--sampling-defaults", "openai",
     ]  # fmt: skip
     # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
-    # health check would wait for a paused engine.
+    # health check would wait for a paused engine. It keeps a few tokens of the context for itself.
     environment = {
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
         "SGLANG_MM_AVOID_RETOKENIZE": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # it keeps a few tokens for itself, which nobody gets
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if not gpus:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
@@ -203,8 +205,7 @@ def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
             cores = sorted(os.sched_getaffinity(0))
             bound = [str(cores[rank % len(cores)]) for rank in range(plan["tensor_parallel"])]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
-        if plan["images"]:
-            command += ["--mm-attention-backend", "sdpa"]
+        command += ["--mm-attention-backend", "sdpa"] if plan["images"] else []
     if plan["images"]:  # the image of a warm-up may be of no size that a small model reads
         command += ["--enable-multimodal", "--skip-server-warmup"]
     return command, environment
@@ -267,15 +268,6 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
-def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
-    """What launch_plan.py found out. Its process imports the trainer and is gone before anything else is started."""
-    checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
-    output, _ = checks.communicate()
-    if checks.returncode or not output.strip():  # it said what is wrong
-        raise SystemExit(exit_code(checks))
-    return json.loads(output)
-
-
 class Server:
     """A server of a launch."""
 
@@ -305,19 +297,18 @@ class Server:
 
     def wait(self, seconds: int) -> None:
         """Wait until it answers, which it must do within `seconds`. Says so every ten seconds."""
-        began, waited, problem = time.monotonic(), 0, ""
-        while not problem:
-            if not self.is_alive():
-                problem = f"{self.name} ended while it started; see above."
-            elif self.is_healthy():
+        began, waited = time.monotonic(), 0
+        problem = f"{self.name} ended while it started; see above."
+        while self.is_alive():
+            if self.is_healthy():
                 return say(f"{self.name} is up after {waited} s")
-            elif waited > seconds:
+            if waited > seconds:
                 problem = f"{self.name} is not up after {waited} s (SERVER_TIMEOUT)."
-            else:
-                if waited % 10 == 0:
-                    say(f"waiting for {self.name}, {waited} s")
-                time.sleep(1)
-                waited = int(time.monotonic() - began)
+                break
+            if waited % 10 == 0:
+                say(f"waiting for {self.name}, {waited} s")
+            time.sleep(1)
+            waited = int(time.monotonic() - began)
         self.show_log()
         fail(problem, 1)
 
@@ -354,14 +345,9 @@ class Launch:
         arguments, environment = command
         # close_fds=False: the pipe to the keeper closes as the program starts, with the mark in its environment.
         # So the keeper misses no process between fork and exec.
-        process = subprocess.Popen(
-            arguments,
-            env={**os.environ, **environment, keeper.MARK: self.mark},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            close_fds=False,
-            **options,
-        )
+        environment = {**os.environ, **environment, keeper.MARK: self.mark}
+        options |= {"stdin": subprocess.DEVNULL, "start_new_session": True, "close_fds": False}
+        process = subprocess.Popen(arguments, env=environment, **options)
         self.tell(f"process {name} {process.pid}")
         return process
 

@@ -18,11 +18,7 @@ MOST_BYTES = 200 * 10**6  # of a log's lines; the newest ones are read
 
 
 def plain(text: str) -> str:
-    """The words of a text in lower case, without accents, each after a space. viewer.js has the same function.
-
-    >>> plain("Crème-brûlée: 19!")
-    ' creme brulee 19'
-    """
+    """The words of a text in lower case, without accents, each after a space. viewer.js has the same function."""
     if not text.isascii():
         text = "".join(c for c in unicodedata.normalize("NFD", text) if not unicodedata.combining(c))
     return (" " + re.sub(r"[\W_]+", " ", text.lower()).strip()).rstrip()

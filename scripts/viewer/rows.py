@@ -18,13 +18,13 @@ def table_line(row: dict[str, Any]) -> dict[str, Any]:
     rewards = {clean(name): number_or_none(value) for name, value in (row.get("rewards") or {}).items()}
     prompt, mode = question(row), clean(row.get("mode") or "train")
     return {
-        "rank": whole(row.get("rank")), "step": whole(row.get("step")), "mode": mode,
-        "number": whole(row.get("index")), "prompt": prompt[:2000], "prompt_messages": prompt_length(row),
+        "rank": row.get("rank", 0), "step": row.get("step", 0), "mode": mode, "number": row.get("index", 0),
+        "prompt": prompt[:2000], "prompt_messages": row.get("num_prompt_messages", 0),
         "team": clean(row.get("group")), "stop": clean(row.get("stop_reason")), "rewards": rewards,
-        "reward": number_or_none(row.get("reward")), "turns": len(turns), "tokens": whole(row.get("num_tokens")),
+        "reward": number_or_none(row.get("reward")), "turns": len(turns), "tokens": row.get("num_tokens", 0),
         "seconds": sum(number_or_none(each.get("seconds")) or 0.0 for each in [*turns, *results]),
         "tools": names(call.get("name") for turn in turns for call in turn.get("calls") or []),
-        "errors": names(errors), "version": whole(row.get("policy_version")), "batch": whole(row.get("batch_size")),
+        "errors": names(errors), "version": row.get("policy_version", 0), "batch": row.get("batch_size", 0),
     }  # fmt: skip
 
 
@@ -50,11 +50,7 @@ def clean(value: Any) -> str:
 
 
 def text_of(content: Any) -> str:
-    """A message's content, or a call's arguments, as text.
-
-    >>> text_of([{"type": "text", "text": "What is it?"}, {"type": "image"}]), text_of({"a": 1}), text_of(None)
-    ('What is it?\\n[image]', '{"a": 1}', '')
-    """
+    """A message's content, or a call's arguments, as text."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return "\n".join(text_of(part.get("text") or f"[{part.get('type')}]") for part in content)
     if content is None or isinstance(content, str):
@@ -63,22 +59,9 @@ def text_of(content: Any) -> str:
 
 
 def number_or_none(value: Any) -> float | None:
-    """A finite number, also one that is written as text, or else None."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    """A finite number, or else None."""
+    number = float("nan") if value is None else float(value)
     return number if math.isfinite(number) else None
-
-
-def whole(value: Any) -> int:
-    """A whole number, or 0 if the value is none.
-
-    >>> whole(3), whole(7.0), whole("12"), whole("x"), whole(2**70), whole(None)
-    (3, 7, 12, 0, 0, 0)
-    """
-    number = number_or_none(value)
-    return int(number) if number is not None and number == int(number) and abs(number) < 2**53 else 0
 
 
 def names(values: Any) -> list[str]:
@@ -88,13 +71,6 @@ def names(values: Any) -> list[str]:
 
 def question(row: dict[str, Any]) -> str:
     """The last user message of a row's prompt."""
-    given = [message for message in row["messages"][: prompt_length(row)] if isinstance(message, dict)]
+    given = [m for m in row["messages"][: row.get("num_prompt_messages", 0)] if isinstance(m, dict)]
     asked = [message for message in given if message.get("role") == "user"] or given[:1]
     return text_of(asked[-1].get("content")) if asked else ""
-
-
-def prompt_length(row: dict[str, Any]) -> int:
-    """How many of a row's messages stand before its first turn."""
-    count, messages = row.get("num_prompt_messages"), row["messages"]
-    said = (m for m, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "assistant")
-    return count if isinstance(count, int) else next(said, len(messages))

@@ -70,7 +70,6 @@ function textOf(content) {
 
 const short = (name) => name.replace(/_reward_func$/, "");
 const definitions = (pairs) => el("dl", {}, pairs.map(([term, text]) => [el("dt", {}, term), el("dd", {}, text)]));
-const cells = (kind, texts, attributes = {}) => el("tr", {}, texts.map((text) => el(kind, attributes, text)));
 
 // -- 2. Where rollouts come from: a server, or this page --
 
@@ -219,26 +218,11 @@ function panelOf(panel) {
   return el("section", { class: "panel" }, el("h2", {}, panel.title), svg, readout, el("div", { class: "keys" }, labels.map(key)));
 }
 
-// Two runs side by side: the last value of each curve, and the settings that differ.
-function compared({ panels, differences }, runs) {
-  const last = (panel, label, run) => panel.lines.find((line) => line.label === label && line.run === run)?.points.at(-1);
-  const value = (point) => (point ? `${brief(point[1])} (step ${point[0]})` : "-");
-  const rows = panels.flatMap((panel) => [...new Set(panel.lines.map((line) => line.label))]
-    .map((label) => [`${panel.title}: ${label}`, ...runs.map((_, run) => value(last(panel, label, run)))]));
-  const table = (name, lines) => el("table", { "aria-label": name },
-    el("thead", {}, cells("th", [name, ...runs.map((run) => run.name)])), el("tbody", {}, lines.map((line) => cells("td", line))));
-  const unknown = "The settings of one run are not known: a run writes them with each checkpoint, and when it ends.";
-  return el("details", { class: "compared", open: true }, el("summary", {}, "Side by side"), table("last values", rows),
-    differences?.length ? table("settings that differ", differences)
-      : el("p", { class: "soft" }, differences ? "The settings of the two runs are the same." : unknown));
-}
-
 async function showCurves() {
   const panels = await source.panels(), { runs } = state.info;
   return [
     panels.note && el("p", { class: "note" }, panels.note),
     runs.length > 1 && el("p", { class: "soft" }, `solid: ${runs[0].name}, dashed: ${runs[1].name}`),
-    runs.length > 1 && compared(panels, runs),
     panels.panels.length ? el("div", { class: "panels" }, panels.panels.map(panelOf))
       : el("p", { class: "soft" }, "Nothing was logged yet."),
   ];
@@ -529,11 +513,11 @@ async function showRollout(run, id) {
   const item = { ...await source.rollout(run, id), run }, colour = COLOURS[state.colour], scale = scaleOf([item], colour);
   const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
   const at = known.list.indexOf(id);
-  const go = (to, label, key) => to !== undefined && el("a", { href: conversationHash("rollout", run, to), "data-key": key }, label);
+  const go = (to, label) => to !== undefined && el("a", { href: conversationHash("rollout", run, to) }, label);
   return [
-    el("div", { class: "bar" }, el("a", { href: conversationHash("group", run, id), "data-key": "g" }, "◂ group"),
-      el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "list"),
-      go(known.list[at - 1], "previous", "p"), at >= 0 && go(known.list[at + 1], "next", "n"),
+    el("div", { class: "bar" }, el("a", { href: conversationHash("group", run, id) }, "◂ group"),
+      el("a", { href: hashOf("rollouts", known.query) }, "list"),
+      go(known.list[at - 1], "previous"), at >= 0 && go(known.list[at + 1], "next"),
       at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "end of this page of the list"),
       colourBar([item], "rollout", run, id)),
     hints([item]),
@@ -592,25 +576,17 @@ async function groupChoices(item, run) {
   const open = (event) => { location.hash = event.currentTarget.value; };
   const choice = (name, options) => el("label", {}, name, el("select", { name, onchange: open }, options.map(([value, text, selected]) =>
     el("option", { value, selected }, text))));
-  const go = (to, label, key) => to && el("a", { href: conversationHash("group", run, to.id), "data-key": key }, label);
+  const go = (to, label) => to && el("a", { href: conversationHash("group", run, to.id) }, label);
   return el("div", { class: "choices" }, runs.length > 1 && choice("run", runs.map(({ name }, i) => [`#group/${i}`, name, i === run])),
     choice("step", runs[run].steps.map(([step, mode]) =>
       [hashOf(`group/${run}`, { step, mode }), stepText(step, mode), step === item.step && mode === item.mode])),
     choice("prompt", rows.map((row, i) =>
       [conversationHash("group", run, row.id), `group ${groupName(row)}: ${row.prompt.slice(0, 120)}`, i === at])),
-    go(rows[at - 1], "previous", "p"), go(rows[at + 1], "next", "n"),
-    el("a", { href: lastTable(), "data-key": "Escape" }, "list"));
+    go(rows[at - 1], "previous"), go(rows[at + 1], "next"),
+    el("a", { href: lastTable() }, "list"));
 }
 
 const byReward = (items) => [...items].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
-
-// The group of the same prompt in another run whose step is nearest.
-async function sameIn(run, item) {
-  const found = await source.table({ run, prompt: item.prompt.slice(0, 800), mode: item.mode, groups: "true", limit: 500 });
-  const same = found.rows.filter((other) => other.prompt === item.prompt);
-  same.sort((a, b) => Math.abs(a.step - item.step) - Math.abs(b.step - item.step));
-  return same.length ? byReward(await source.group(run, same[0].id)) : [];
-}
 
 // The group of rollout `id`; without it the first group of a step, which is the newest unless the address names one.
 async function showGroup(run, id, query) {
@@ -622,20 +598,14 @@ async function showGroup(run, id, query) {
     if (!rows.length) return [el("p", { class: "soft" }, "The log has no rollouts yet.")];
     id = rows[0].id;
   }
-  const items = byReward(await source.group(run, id)), { runs } = state.info, [first] = items, gold = goldAnswer(first.row);
-  const group = (of, number) => [
-    el("h2", {}, `${runs.length > 1 ? `${runs[number].name}, ` : ""}${stepText(of[0].step, of[0].mode)}: `,
-      `${countText(of.length, of[0].row.group_size)}, best reward first`),
-    groupTable(of, number)];
-  const others = runs.length > 1 ? await sameIn(1 - run, first) : [];
+  const items = byReward(await source.group(run, id)), [first] = items, gold = goldAnswer(first.row);
   const colour = COLOURS[state.colour], scale = scaleOf(items, colour);
   return [
     DATA.only ? el("div", { class: "bar" }, colourBar(items, "group", run, id)) : await groupChoices(first, run),
     DATA.only && hints(items),
     el("article", {}, promptParts({ ...first, run }), gold && definitions([gold])),
-    group(items, run),
-    others.length ? group(others, 1 - run)
-      : runs.length > 1 && el("p", { class: "note" }, `The log of ${runs[1 - run].name} has no rollout of this prompt.`),
+    el("h2", {}, `${stepText(first.step, first.mode)}: ${countText(items.length, first.row.group_size)}, best reward first`),
+    groupTable(items, run),
     DATA.only && el("div", { class: "side" },
       items.map((item) => conversation(item, `rollout ${item.number}`, colour, scale, false))),
   ];
@@ -643,13 +613,6 @@ async function showGroup(run, id, query) {
 
 // -- 6. The page --
 
-const KEYS = [["/", "search"], ["j, k", "down and up in the list"], ["Enter", "open"],
-  ["n, p", "next and previous rollout or prompt"], ["g", "the group of this rollout"], ["c", "the next colour"],
-  ["Esc", "back to the list"], ["1, 2, 3", "group, curves, rollouts"], ["?", "this list of keys"]];
-const help = el("dialog", { "aria-label": "Keys" }, el("h2", {}, "Keys"),
-  el("dl", {}, KEYS.map(([key, text]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, text)])),
-  el("form", { method: "dialog" }, el("button", {}, "Close")));
-const follow = el("input", { type: "checkbox", id: "follow", checked: true });
 const counts = el("span", { class: "soft", id: "total" });
 const problems = el("div", { id: "notes" });
 const links = [["group", "Group"], ["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]) =>
@@ -694,8 +657,6 @@ async function show() {
   state.shown = kind;
   if (view === "rollout") main.querySelector(`#r${Number(id)}t${Number(query.turn)}`)?.scrollIntoView();
   links[2].href = lastTable();
-  if (state.search) main.querySelector("input[name=text]").focus({ preventScroll: true });
-  state.search = false;
 }
 
 async function look() {  // whether a running job has added rollouts
@@ -717,43 +678,14 @@ async function look() {  // whether a running job has added rollouts
   }
   const busy = main.contains(document.activeElement) && document.activeElement.matches("input, select, svg");
   const follows = { curves: true, rollouts: !query.offset, group: id === undefined && query.step === undefined }[view];
-  if (follow.checked && !busy && now() !== before && follows) await show();
+  if (!busy && now() !== before && follows) await show();
 }
-
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
-  if (event.target.matches("input, select, textarea")) {
-    if (event.key !== "Escape") return;
-    event.preventDefault();  // a search field would be emptied
-    event.target.blur();
-    return;
-  }
-  const link = main.querySelector(`[data-key="${CSS.escape(event.key)}"]`);
-  if (link) link.click();
-  else if (event.key === "/" && !DATA.only) {
-    state.search = true;
-    state.filters = true;
-    if (place().parts[0] === "rollouts") show(); else location.hash = lastTable();
-  } else if (["j", "k"].includes(event.key)) {
-    const places = [...main.querySelectorAll("tbody a")], at = places.indexOf(document.activeElement);
-    places[Math.max(0, Math.min(places.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
-  } else if (event.key === "c" && main.querySelector("[data-colour]")) {
-    const usable = [...main.querySelectorAll("[data-colour]:enabled")];
-    usable[(usable.findIndex((each) => each.dataset.colour === state.colour) + 1) % usable.length].click();
-  } else if (["1", "2", "3"].includes(event.key) && !DATA.only) links[event.key - 1].click();
-  else if (event.key === "?") help.showModal();
-  else return;
-  event.preventDefault();
-});
 
 (async () => {
   state.info = await source.info();
   const title = DATA.title || state.info.runs.map((run) => run.name).join(" and ");
-  document.body.append(el("header", {}, el("h1", {}, title), counts,
-    DATA.served && el("label", { class: "small" }, follow, " follow the run"),
-    el("button", { type: "button", onclick: () => help.showModal(), "aria-label": "Keys" }, "?")),
-  ...(DATA.about ? [definitions(DATA.about)] : []), problems,
-  DATA.only ? "" : el("nav", { "aria-label": "Views" }, links), main, help);
+  document.body.append(el("header", {}, el("h1", {}, title), counts), ...(DATA.about ? [definitions(DATA.about)] : []), problems,
+  DATA.only ? "" : el("nav", { "aria-label": "Views" }, links), main);
   header();
   window.addEventListener("hashchange", show);
   await show();

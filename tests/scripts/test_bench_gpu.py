@@ -11,13 +11,13 @@ from bench import gpu as bench
 def test_shared_prompts_come_to_the_gradients_of_a_row_per_rollout(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "WARM_UP", 0)
     names = ["prompt", "records", "checkpointing", "LoRA"]
-    options = argparse.Namespace(steps=1, tiny=True, shapes=names, out=str(tmp_path / "found.json"))
+    monkeypatch.setattr(bench, "SHAPES_OF", {"gradients": names, "step": ["prompt", "records"]})
+    options = argparse.Namespace(steps=1, tiny=True, out=str(tmp_path / "found.json"))
     found = bench.run_gradients(options, str(tmp_path))["gradients"]
     assert list(found) == names
     for row in found.values():
         assert row["a row per rollout, float32"] == 0.0 < row["shared prompts, float32"] < 5e-5
         assert all(1e-4 < row[f"{each}, bf16"] < 0.2 for each in ("a row per rollout", "shared prompts"))
-    options.shapes = ["prompt", "records"]
     steps = bench.run_step(options, str(tmp_path))["steps"]
     assert list(steps["prompt"]) == list(bench.STEP_SIDES)
     assert list(steps["records"]) == list(bench.STEP_SIDES)[1:]  # TRL has no rows for them
@@ -26,7 +26,7 @@ def test_shared_prompts_come_to_the_gradients_of_a_row_per_rollout(tmp_path, mon
 
 
 def test_rows_that_share_nothing_are_not_measured_as_shared_ones(tmp_path):
-    shape = bench.shapes_of(["prompt"], argparse.Namespace(tiny=True))["prompt"]
+    shape = bench.shapes_of("step", argparse.Namespace(tiny=True))["prompt"]
     with pytest.raises(
         RuntimeError, match="long prompt: the rows are each with its prompt.*pad_to_multiple_of is set"
     ):

@@ -52,7 +52,7 @@ def logged(*turns, **more):
                                       {"role": "assistant", "content": turns[0]["text"]}],
             "turns": [*turns], "group": 0, "stop_reason": "answered", "reward": 1.0, "rewards": {},
             "turn_rewards": [None] * len(turns), "turn_advantages": [each["advantages"][0] for each in turns],
-            "num_tokens": 3, "policy_version": 0, **more}  # fmt: skip
+            "num_tokens": 3, "policy_version": 0, "num_prompt_messages": 1, **more}  # fmt: skip
 
 
 def group(**changes):
@@ -268,13 +268,11 @@ def test_the_text_of_a_group():
     ]
 
 
-def test_colour_is_asked_for_and_model_text_cannot_bring_its_own():
+def test_model_text_cannot_bring_control_characters():
     evil = logged(turn(EVIL, ["x"], 1.0, results=[(None, EVIL)]), turn("", ["x"], -1.0))
     shown = group(question=EVIL, settings=[("gold answer", EVIL)], rows=[evil, group().rows[1]])
-    plain, coloured = ex.render_text(shown, 300), ex.render_text(shown, 300, colour=True)
+    plain = ex.render_text(shown, 300)
     assert not set("\x1b\x00\u202e\ud800") & set(plain) and "␛[31m␀⟨U+202E⟩⟨U+D800⟩" in plain
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
-    assert "\x1b[1;38;5;32m    +1.00\x1b[0m" in coloured and "\x1b[1;38;5;166m    -1.00\x1b[0m" in coloured
 
 
 # --- page ------------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_a_row_of_messages_renders_to_what_was_read(tool_format, tmp_path):
         made["messages"][:-1], tools=made.get("tools"), add_generation_prompt=True, return_dict=False,
         **made["chat_template_kwargs"],
     )  # fmt: skip
-    assert rendered == found.ids(prompt) and ("tools" in made) == (tool_format == "hermes")
+    assert rendered == found.env.prompt_ids(prompt, found.tokenizer) and ("tools" in made) == (tool_format == "hermes")
     offered = json.dumps([{"type": "function", "function": {"name": "add"}}])
     (made,) = export_sft.exported([{**row, "turns": [{"tools": offered}]}], "messages", None, False)
     assert made["tools"] == json.loads(offered) and "chat_template_kwargs" not in made

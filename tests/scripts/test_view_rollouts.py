@@ -53,7 +53,7 @@ def row(step, index, question, turns, reward=0.0, stop="answered", mode="train",
         "stop_reason": stop, "reward": reward, "rewards": {"exact_reward_func": reward, "style": None},
         "turn_rewards": [0.10000000149] * len(turns), "turn_advantages": [1.0 - 2.0 * (index % 2)] * len(turns),
         "answer": "Paris", "turns": turns, "num_prompt_tokens": 9, "num_tokens": 7 * len(turns), "records": 1,
-        "policy_version": step, "error": None, "info": ["{}"] * len(turns), **more,
+        "policy_version": step, "error": None, "info": ["{}"] * len(turns), "num_prompt_messages": 2, **more,
     }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_a_line_of_the_table_and_a_group(tmp_path):
 def test_what_is_rolled_out_again_is_another_group(tmp_path):
     """A resumed run, and the batches of an evaluation, use the same numbers of rollouts."""
     first = rows()[:2]
-    again = [{**each, "messages": [{"role": "user", "content": "B?"}, *each["messages"][2:]]} for each in first]
+    again = [{**each, "messages": [{"role": "user", "content": "B?"}] * 2 + each["messages"][2:]} for each in first]
     evaluated = [{**each, "mode": "eval"} for each in first + again]
     log = log_of(write_log(tmp_path, first + again + evaluated))
     groups = [ids(log.group(number)) for number in (1, 4, 5, 8)]
@@ -245,7 +245,6 @@ def changed(**columns):
 HOSTILE = {  # what a row has, and what the table makes of it: columns that it must have, or why it is left out
     "half a character as a tool": (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),
     "half a character as a reward": (changed(rewards={"\ud83d": 1.0}), {"rewards": {"?": 1.0}}),
-    "a step that JavaScript does not have": (changed(step=2**70), {"step": 0}),
     "an answer of many brackets": (
         json.dumps(changed(answer=0)).replace('"answer": 0', f'"answer": {"[" * 10**5}'), None,
     ),
@@ -253,9 +252,9 @@ HOSTILE = {  # what a row has, and what the table makes of it: columns that it m
         changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}),
         {"reward": None, "rewards": {"a": None, "b": 0.5}},
     ),
-    "numbers as text": (changed(step="7", reward="0.5", num_tokens=3.0), {"step": 7, "reward": 0.5, "tokens": 3}),
     "a message with an image": (
-        changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}]),
+        changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}],
+                num_prompt_messages=1),
         {"prompt": "[image]\nWhere?"},
     ),
     "an example in the prompt": (
@@ -281,20 +280,11 @@ def test_an_odd_row_hides_no_other(name, tmp_path):
     json.dumps([log.info(), *(log.rollout(line["id"]) for line in shown)], allow_nan=False)
 
 
-def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
-    """Of steps that were trained again the later rows count; an evaluation and a line that is cut off are no steps."""
-    rows = [{"step": 2, "reward": 0.1}, {"step": 3, "reward": 0.2}, {"step": 3, "eval_reward": 0.9},
-            {"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
-    trained = [row for row in view_rollouts.read_metrics(tmp_path) if "reward" in row]
-    assert trained == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
-
-
 def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
     """To step 4, again from 2, and at 3 now. The evaluation at 4 is of the attempt that is gone, too."""
     rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))]
     rows += [{"step": 2, "eval_reward": 2.0}, {"step": 4, "eval_reward": 4.0}, {"step": 3, "reward": 3.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
     found = view_rollouts.read_metrics(tmp_path)
     assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in found] == [
         (1, 0.1, None), (2, None, 2.0), (2, 0.2, None), (3, 3.0, None)
@@ -585,22 +575,6 @@ def test_what_a_further_record_read_is_shown(open_page, tmp_path):
     assert ["record 0" in turns[0], "record 1" in turns[1], "continues turn 0" in turns[2]] == [True] * 3
 
 
-def test_the_keyboard_is_enough(open_page, tmp_path):
-    page = open_page(one_page(write_log(tmp_path, rows())))
-    page.keyboard.press("3")
-    until(page, "location.hash.startsWith('#rollouts') && document.querySelector('#count') !== null")
-    page.keyboard.press("/")
-    page.keyboard.type("19")
-    page.keyboard.press("Enter")
-    until(page, "document.querySelector('#count').textContent.includes('of 2')")
-    for key in ("Escape", "j", "Enter"):
-        page.keyboard.press(key)
-    until(page, "location.hash.startsWith('#rollout/0/3')")
-    page.wait_for_selector("article")
-    page.keyboard.press("n")
-    until(page, "location.hash.startsWith('#rollout/0/4')")
-
-
 def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
     tokens = {"token_texts": ["Hm."], "token_ids": [1], "loss_mask": [1], "advantages": [0.5]}
     unread = turn("Hm.", [("search", {"query": "a\nb"})], [("down", "tool")], num_read=0, **tokens)
@@ -627,17 +601,13 @@ def test_one_step_can_be_seen(open_page, tmp_path):
 
 
 def test_two_runs_are_compared(open_page, tmp_path):
-    """Their curves and last values, the settings that differ, the rollouts of each, and the same prompt in both."""
+    """The curves of both, and the rollouts of each."""
     for name, gain in (("first", 1), ("second", 2)):
         folder = write_log(tmp_path / name, rows()[: 2 + 2 * gain])
         metrics = [{"step": step, "reward": gain * step} for step in (1, 2, 3)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
-        (folder / "mt_grpo_run.json").write_text(json.dumps({"learning_rate": gain * 1e-6, "seed": 1}))
     page = open_page(one_page(tmp_path / "first", tmp_path / "second") + "#curves")
-    cells = page.evaluate(
-        "[...document.querySelectorAll('.compared tbody tr')].map(tr => [...tr.cells].map(c => c.textContent))"
-    )
-    assert cells == [["Rewards: total reward", "3 (step 3)", "6 (step 3)"], ["learning_rate", "1e-06", "2e-06"]]
+    page.wait_for_selector(".panel:has-text('Rewards') .curve")
     curves = page.locator(".panel:has-text('Rewards') .curve")
     assert [curves.nth(i).get_attribute("stroke-dasharray") for i in range(curves.count())] == [None, "5 3"]
     page.locator(".panel svg").first.focus()
@@ -651,11 +621,6 @@ def test_two_runs_are_compared(open_page, tmp_path):
     assert table_ids(page) == [1, 2, 3, 4, 5, 6]
     page.select_option("select[name=run]", "0")
     until(page, "document.querySelector('#count').textContent.includes('of 4')")
-    go(page, "group/0/3")
-    until(page, "document.querySelectorAll('.group').length === 2")
-    heads = page.evaluate("[...document.querySelectorAll('main > h2')].map(h => h.textContent)")
-    assert heads == [f"{name}, step 0: 2 rollouts, best reward first" for name in ("first", "second")]
-    assert page.inner_text("main").count("too slow") == 2
 
 
 def test_it_follows_a_running_job(served, open_page, tmp_path):
