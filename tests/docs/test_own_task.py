@@ -48,9 +48,9 @@ def test_no_item_of_the_test_is_trained_and_no_example_is_asked(rows):
         grams = tools["weigh"](item)
         assert (grams, tools["postage"](int(grams), country)) == (row["weight"], row["answer"])
     assert tools["postage"](1000, "Austria") == "6" and tools["postage"](1001, "Austria") == "7"
-    for call in (lambda: tools["weigh"]("anvil"), lambda: tools["postage"](0, "Peru"), lambda: tools["postage"](1, "X")):
+    for name, arguments in (("weigh", ["anvil"]), ("postage", [0, "Peru"]), ("postage", [1, "X"])):
         with pytest.raises(ValueError, match="no item|expected one of"):
-            call()
+            tools[name](*arguments)
 
 
 def test_each_call_is_paid_once_for_its_own_part():
@@ -91,7 +91,8 @@ def test_the_notebook_runs(tmp_path):
     environment = {"STEPS": "2", "PROBLEMS": "8", "OUTPUT": str(tmp_path / "run")}
     os.environ.update(environment)
     try:
-        nbclient.NotebookClient(book, timeout=1200, resources={"metadata": {"path": ROOT / "docs/notebooks"}}).execute()
+        resources = {"metadata": {"path": ROOT / "docs/notebooks"}}
+        nbclient.NotebookClient(book, timeout=1200, resources=resources).execute()
     finally:
         for name in environment:
             del os.environ[name]
