@@ -60,8 +60,6 @@ FIGURES = {  # label -> its value in what evaluate.evaluate returns
     "answer among the results": lambda found: found["result_found"],
     "exact match": lambda found: found["exact_match"],
     "F1": lambda found: (f1 := found["rewards"]["outcome"].get("f1_reward_func")) and 2 * f1,
-    "turns": lambda found: found["mean_turns"],
-    "words of an answer": lambda found: answer_words(found["conversations"]),
 }
 PERPLEXITIES = ("perplexity, articles", "perplexity, Python's documentation")
 COMPARED = ("answer among the results", "exact match")  # with tests, and shown by seed
@@ -110,7 +108,7 @@ def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]
     with VLLMServer(model, *SERVER, env=SERVER_ENV) as server:
         for how in ("sampled", "greedy"):
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
-            settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128, "show": num_problems}
+            settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128}
             try:
                 found = evaluate.evaluate(
                     client, TASKS[task]["recipe"], num_problems, greedy=how == "greedy", **settings
@@ -124,16 +122,6 @@ def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]
         passages = [json.loads(line)["text"] for _, line in zip(range(NUM_PASSAGES), lines)]
     elsewhere = [text[:TOPIC] for _, text in sorted(topics.topics.items())[:NUM_TOPICS]]  # no run reads these
     return row | dict(zip(PERPLEXITIES, perplexities(model, [passages, elsewhere])))
-
-
-def answer_words(conversations: list[dict[str, Any]]) -> float | None:
-    """The mean length of the answers in words; None if there are none.
-
-    >>> answer_words([{"answer": "the Viking Rollo"}, {"answer": None}])
-    3.0
-    """
-    lengths = [len(each["answer"].split()) for each in conversations if each["answer"]]
-    return statistics.fmean(lengths) if lengths else None
 
 
 def perplexities(model: str | Path, texts_of: list[list[str]]) -> list[float]:
@@ -229,13 +217,10 @@ def tables(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
         cells = [cell([run[label] for run in of]) for of in methods.values()]
         lines.append(f"| {label} | {cell([before[label]])} | {' | '.join(cells)} |")
     signal = [cell([run["no_signal"] for run in of]) for of in methods.values()]
-    lines += [f"| groups without signal | | {' | '.join(signal)} |", ""]
-    lines += ["Answer among the results / exact match, sampled, of each seed:", ""]
-    seeds = sorted({run["seed"] for run in runs})
-    lines += [f"| seed |{''.join(f' {seed} |' for seed in seeds)}", "|---|" + "---|" * len(seeds)]
-    for name, of in methods.items():
-        by_seed = {run["seed"]: " / ".join(f"{run['sampled'][label]:.2f}" for label in COMPARED) for run in of}
-        lines.append(f"| `{name}` | {' | '.join(by_seed.get(seed, '') for seed in seeds)} |")
+    lines.append(f"| groups without signal | | {' | '.join(signal)} |")
+    for label in COMPARED:
+        cells = [", ".join(f"{run['sampled'][label]:.2f}" for run in of) for of in methods.values()]
+        lines.append(f"| {label}, sampled, by seed | | {' | '.join(cells)} |")
     return [*lines, "", *compared(methods), costs(runs)]
 
 

@@ -36,7 +36,7 @@ def test_the_report_has_means_tests_and_each_seed(tmp_path):
     assert "| exact match, sampled | 0.00 | 0.10 [0.10, 0.10] | 0.20 [0.20, 0.20] |" in lines
     assert "| exact match, greedy | 0.10 | 0.20 [0.20, 0.20] | 0.30 [0.30, 0.30] |" in lines
     assert "| perplexity, articles | 11.00 | 13.50 [12.50, 14.50] | 13.50 [12.50, 14.50] |" in lines
-    assert "| `outcome` | 0.00 / 0.10 | 0.00 / 0.10 | 0.00 / 0.10 | 0.00 / 0.10 |" in lines
+    assert "| exact match, sampled, by seed | | 0.10, 0.10, 0.10, 0.10 | 0.20, 0.20, 0.20, 0.20 |" in lines
     # Fisher's exact test of 4 of 4 against 0 of 4: 2 of the 70 tables are as extreme.
     assert any("`mt_grpo` against `outcome`: p = 0.029 for the share of seeds" in line for line in lines)
     assert lines[-1].startswith("20 steps, 3,000 tokens, 10 to 13 minutes a run") and lines[-1].endswith("commit abc.")
