@@ -19,7 +19,9 @@ CONCEPTS_AND_HOW_TO = (
 ).split()
 # Commands of these pages that run in another test, or need what no test has.
 ELSEWHERE = {
-    "python mt_grpo_trainer.py --config my_task/": "tests/docs/test_tour.py",
+    "bash scripts/quickstart.sh mytool": "tests/scripts/test_scripts.py",
+    "python mt_grpo_trainer.py --config hf_recipes/SmolLM2/parcel": "tests/docs/test_own_task.py",
+    "python scripts/explain_credit.py --config hf_recipes/SmolLM2/parcel": "tests/docs/test_own_task.py",
     "python scripts/view_rollouts.py": "tests/scripts/test_view_rollouts.py",
     "python scripts/serve_search.py": "tests/integrations/test_verl.py",
     "python tools/openenv/frozen_lake.py": "tests/integrations/test_openenv_servers.py",
