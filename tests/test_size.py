@@ -54,12 +54,13 @@ ROWS = {  # every tracked text file belongs to one row, the first whose pattern 
     "script": r"mt_grpo_trainer\.py",
     "package": r"mt_grpo/.*\.py",
     "results, bytes": r"docs/results/.*",
+    "notebooks, bytes": r"docs/notebooks/.*",
     "data, bytes": r".*\.(jsonl?|svg|jinja)|tests/.*\.yaml",
     "scripts": r"scripts/.*\.(py|sh|js|html|css)|docs/_hooks/.*\.(py|css)",
     "tools and rewards": r"(tools|rewards)/.*\.py",
     "tests": r"tests/.*\.py",
     "docs": r"docs/[^/]*\.md",
-    "recipes": r"(hf_recipes|tools)/.*",
+    "recipes": r"(hf_recipes|tools)/.*|mkdocs\.yml",
     "root": r"[^/]*|\.ci/.*",
 }
 LOADED_BY_NAME = re.compile(r"mt_grpo\.integrations\b|image|sglang")
