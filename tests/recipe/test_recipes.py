@@ -321,7 +321,9 @@ READ_BACK = {
     "use_peft": lambda t: hasattr(t.model, "peft_config"),
     "lora_r": lambda t: t.model.peft_config["default"].r,
     "lora_alpha": lambda t: t.model.peft_config["default"].lora_alpha,
-    "lora_target_modules": lambda t: ["all-linear"] * ("up_proj" in t.model.peft_config["default"].target_modules),
+    "lora_target_modules": lambda t: (
+        ["all-linear"] * ("mlp.up_proj" in str(t.model.peft_config["default"].target_modules))
+    ),
 }
 UNDER_ITS_NAME = {  # an attribute of the conversation's environment, of the trainer, its arguments or its state
     "env": "tool_format agent_timeout environment_timeout max_model_calls max_completion_length max_turn_tokens "
@@ -373,19 +375,27 @@ def lake_server() -> Served:
     return Served(FrozenLake, name="FrozenLake").__enter__()  # its threads are daemons
 
 
+FAMILIES = {"Qwen3-VL": "qwen3_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen2.5": "qwen2", "Qwen3": "qwen3"}
+
+
+def family_of(name: str) -> str | None:
+    """The architecture of a model of the Hub."""
+    return next((family for begin, family in FAMILIES.items() if name.startswith(f"Qwen/{begin}-")), None)
+
+
 def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
     original, name = recipe.get("reward_fn", ""), recipe["model_name_or_path"]
-    if "Qwen2.5-7B" in name:
-        model = shutil.copytree(model, folder / "qwen2")
+    if family_of(name) == "qwen2":
+        model = str(shutil.copytree(model, folder / "qwen2"))
         weights = AutoModelForCausalLM.from_pretrained(model)
         sizes = {key: value for key, value in weights.config.to_dict().items() if key in Qwen2Config().to_dict()}
         qwen2 = Qwen2ForCausalLM(Qwen2Config(**sizes | {"model_type": "qwen2", "architectures": None})).float()
         qwen2.load_state_dict(weights.state_dict(), strict=False)  # the embedding, with its likely end of turn
         qwen2.save_pretrained(model)
     if "zoom" in original:
-        family = "qwen3_vl" if "Qwen3-VL" in name else "qwen2_5_vl"
-        config = json.loads((vision_model.save(folder / "vision", family) / "config.json").read_text())
+        saved = vision_model.save(folder / "vision", family_of(name) or "qwen2_5_vl")
+        config = json.loads((saved / "config.json").read_text())
         config["text_config"]["max_position_embeddings"] = 4096  # as large as the recipes' own
         (folder / "vision/config.json").write_text(json.dumps(config))
         model = str(folder / "vision")
@@ -411,7 +421,7 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
         rows = [json.dumps({"task": str(folder)})] * 8
     elif "zoom" in original:
         rows = (ROOT / "hf_recipes/tiny/zoom/train.jsonl").read_text(encoding="utf-8").splitlines()[:8]
-    elif "gsm8k" in original:
+    elif "gsm8k" in original or "program" in original:
         rows = data_file("gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     else:
         rows = [json.dumps(row) for row in make_arithmetic(8, seed=0)]
@@ -454,11 +464,17 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
     trainer.train()
 
     assert trainer.state.global_step == 1
-    assert trainer.state.log_history[0]["completions/mean_length"] > 0
-    assert len((tmp_path / "output/rollouts.rank0.jsonl").read_text().splitlines()) == min(
-        16, original["num_generations"]
-    )
+    (logged,) = [log for log in trainer.state.log_history if "completions/mean_length" in log]
+    assert logged["completions/mean_length"] > 0
+    modes = [json.loads(line)["mode"] for line in open(tmp_path / "output/rollouts.rank0.jsonl", encoding="utf-8")]
+    tests = ["eval"] * 8 * original.get("eval_on_start", False)  # and at the end
+    assert modes == [*tests, *["train"] * min(16, original["num_generations"]), *tests]
     assert len(trainer.train_dataset) == 8
+    kind = trainer.model.config.model_type
+    assert (
+        kind == (family_of(original["model_name_or_path"]) or kind)
+        and trainer.model.config.get_text_config().num_hidden_layers == 2
+    )
     check_read_back(
         trainer, {k: v for k, v in original.items() if k not in REPLACED and k not in VLLM_KEYS}, READ_BACK
     )
@@ -483,7 +499,7 @@ class RecordedVLLM:
     """In place of TRL's engine, which needs a GPU: keeps what it was told."""
 
     def __init__(self, **settings):
-        self.settings = settings
+        self.settings, self._dist = settings, SimpleNamespace(fsdp_version=0)
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if read(path).get("use_vllm")], ids=lambda path: path.stem)
