@@ -1,27 +1,13 @@
-"""Rewards for word problems (GSM8K) solved with Python programs: one reward per program, and those of gsm8k_reward.py.
+"""Rewards for word problems (GSM8K) that are solved with Python programs, of which each has its own reward.
 
 Recipe: `reward_fn: rewards/program_reward.py`. Dataset column: `answer`, as gsm8k_reward.py reads it. The turn rewards
-are lists, one entry per turn. Needs: gsm8k_reward.py in the same folder.
+are lists, one entry per turn. Needs: gsm8k_reward.py, whose outcome rewards these are, and squad_reward.py beside it.
 """
 
 from typing import Any
 
-from gsm8k_reward import OUTCOME_REWARD_FUNCS, _gold, _number  # noqa: F401  the outcome's are this file's too
-
-
-def program_ran_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[list[float | None]]:
-    """Reward a turn whose programs run: 0.1; 0.0 if one fails. None for a turn that ran none.
-
-    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
-    >>> results = ToolResult("18"), ToolResult("NameError", error="tool")
-    >>> turns = [Turn([], None, "", "stop", [ToolCall("code_interpreter", {})], [result]) for result in results]
-    >>> program_ran_reward_func(rollout_turns=[[*turns, Turn([], None, "", "stop", answer="18")]])
-    [[0.1, 0.0, None]]
-    """
-    return [
-        [0.1 * all(result.error is None for result in turn.results) if turn.results else None for turn in turns]
-        for turns in rollout_turns
-    ]
+from gsm8k_reward import OUTCOME_REWARD_FUNCS, _gold, _number  # noqa: F401  the recipe's loader reads the list
+from squad_reward import call_ran_reward_func
 
 
 def answer_printed_reward_func(
@@ -48,4 +34,4 @@ def answer_printed_reward_func(
     return rewards
 
 
-TURN_REWARD_FUNCS = [program_ran_reward_func, answer_printed_reward_func]
+TURN_REWARD_FUNCS = [answer_printed_reward_func, call_ran_reward_func]

@@ -216,9 +216,8 @@ class RecipeParser(TrlParser):
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
-    """The keys of a recipe, and those of the one that it names by `include` unless it has them itself.
+    """The keys of a recipe and, unless it has them itself, of the one that it includes. Values of `env` are texts.
 
-    The values of `env` are texts, as they are written. The path of `include` counts from the recipe's own folder.
     Raises `ValueError` for an unknown key or a value of a wrong type.
     """
     text = Path(path).read_text(encoding="utf-8")

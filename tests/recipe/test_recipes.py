@@ -164,8 +164,8 @@ OF_EIGHT_GPUS = [path for path in RECIPES if path.parent.name == "Qwen" and "pap
 def test_arithmetic_of_the_recipes_for_eight_gpus(path):
     """Batches of whole groups, held-out rows, servers for half of the GPUs; and what the comments say of them."""
     recipe, text, processes = read(path), header(path), num_processes(path)
-    device, steps, group = (recipe[key] for key in (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"))  # fmt: skip
+    device, steps = recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]
+    group = recipe["num_generations"]
     rollouts = device * processes * steps
     assert rollouts >= 256 and group in (8, 16) and rollouts % group == 0
     groups = f"{rollouts} rollouts = {rollouts // group} questions with {group} each."

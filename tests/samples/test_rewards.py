@@ -572,8 +572,8 @@ def test_each_program_is_judged_by_itself(monkeypatch):
     monkeypatch.syspath_prepend(REWARDS)  # as a recipe's loader does
     program = load("program_reward")
     assert [func.__name__ for func in program.OUTCOME_REWARD_FUNCS] == [f.__name__ for f in gsm8k.OUTCOME_REWARD_FUNCS]
-    turns = [turn("", "17"), turn("", "18\n[exit code 1]", error="tool"), turn("", "18", error="tool"),
-             turn("", "eggs\n$18.00\n"), turn("", "18"), turn("", called=True), answered("18", "18")]  # fmt: skip
-    assert program.program_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.0, 0.1, 0.1, None, None], []]
+    turns = [turn("", "17"), turn("", "18\n[exit code 1]", error="tool"), turn("", "18", error="tool")]
+    turns += [turn("", "eggs\n$18.00\n"), turn("", "18"), turn("", called=True), answered("18", "18")]
+    assert program.call_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.0, 0.1, 0.1, None, None], []]
     printed = program.answer_printed_reward_func([turns, turns, []], answer=["9 + 9\n#### 18", "none", "18"])
     assert printed == [[0.0, 0.0, 0.0, 0.3, 0.0, None, None], None, []]

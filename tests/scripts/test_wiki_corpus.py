@@ -35,24 +35,18 @@ def article(subject: str, sentences: int) -> str:
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Path:
     """A folder like TriviaQA's on the Hub; without further arguments the script reads it."""
-    rows = {
-        "train": [
-            {"title": [f"Town {i}", "Rollo"], "wiki_context": [article(f"town{i}", 30), article("Viking", 12)]}
-            for i in range(4)
-        ] + [{"title": [], "wiki_context": []}, {"title": ["Empty"], "wiki_context": [" \n"]}],
-        "validation": [{"title": ["Danube"], "wiki_context": [article("river", 1)]}],
-    }  # fmt: skip
+    towns = [{f"Town {i}": article(f"town{i}", 30), "Rollo": article("Viking", 12)} for i in range(4)]
+    files = {"train-0": towns[:2], "train-1": [*towns[2:], {}, {"Empty": " \n"}]}
+    files["validation-0"] = [{"Danube": article("river", 1)}]
     folder = tmp_path / "hub"
     (folder / "rc.wikipedia").mkdir(parents=True)
     (folder / "README.md").write_text(CARD)
     features = Features({"question": Value("string"), "entity_pages": PAGE})
-    for split, pages in rows.items():
-        for page in pages:
-            page |= {name: ["TagMe"] * len(page["title"]) for name in ("doc_source", "filename")}
+    for name, rows in files.items():
+        pages = [{"title": [*row], "wiki_context": [*row.values()]} for row in rows]
+        pages = [page | dict.fromkeys(("doc_source", "filename"), ["TagMe"] * len(page["title"])) for page in pages]
         table = Dataset.from_list([{"question": "Who?", "entity_pages": page} for page in pages], features=features)
-        for shard in range(2 if split == "train" else 1):
-            part = table.shard(2, shard) if split == "train" else table
-            part.to_parquet(folder / f"rc.wikipedia/{split}-{shard:05}-of-00002.parquet")
+        table.to_parquet(folder / f"rc.wikipedia/{name}.parquet")
     lines = [{"title": "Seine", "text": ["It runs through Paris.", " It is long."], "number": 3}]
     Dataset.from_list(lines).to_parquet(folder / "pages.parquet")
     monkeypatch.setitem(wiki_corpus.SOURCES, str(folder), wiki_corpus.SOURCES["mandarjoshi/trivia_qa"])
@@ -154,7 +148,7 @@ def test_without_a_network(hub, tmp_path, monkeypatch):
         patch.setattr(datasets, "load_dataset", unreachable)
         wiki_corpus.main([str(tmp_path / "a")])
     assert not list(tmp_path.glob("a*"))
-    lost = hub / "rc.wikipedia/train-00001-of-00002.parquet"
+    lost = hub / "rc.wikipedia/train-1.parquet"
     content = lost.read_bytes()
     lost.write_bytes(content[:100])
     with pytest.raises(SystemExit, match="reading stopped: .* Run the same command again to continue."):
