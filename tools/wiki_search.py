@@ -6,7 +6,7 @@ every call, choose the backend:
 | variable | meaning | default |
 |---|---|---|
 | `WIKI_SEARCH_BACKEND` | `local` or `retrieval` | `local` |
-| `WIKI_SEARCH_CORPUS` | local: a JSONL file whose rows have the strings `id`, `title` and `text` | required |
+| `WIKI_SEARCH_CORPUS` | local: JSON lines with `id`, `title`, `text`, of scripts/build/wiki_corpus.py | required |
 | `WIKI_SEARCH_INDEX` | local: the index file, if the corpus' folder cannot be written to | `<corpus>.fts5` |
 | `WIKI_SEARCH_URL` | retrieval: the server, with or without `/retrieve` | required |
 | `WIKI_SEARCH_TOPK` | passages per search, 1 to 20 | 1 |

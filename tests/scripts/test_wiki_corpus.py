@@ -14,6 +14,13 @@ from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).resolve().parents[2]
 CARD = """---
+dataset_info:
+- config_name: rc.wikipedia
+  features:
+  - {name: question, dtype: string}
+  - name: entity_pages
+    sequence: [{name: doc_source, dtype: string}, {name: filename, dtype: string}, {name: title, dtype: string},
+               {name: wiki_context, dtype: string}]
 configs:
 - config_name: rc.wikipedia
   data_files:
