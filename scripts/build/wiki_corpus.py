@@ -141,6 +141,8 @@ def main(argv: list[str] | None = None) -> None:
         build(args.output, args.dataset, config, args.split, *columns)
     except (ValueError, OSError) as error:
         sys.exit(f"error: no corpus from {args.dataset}: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit("stopped. Run the same command again to continue.")
     print(f"{args.output} is written. Index it: WIKI_SEARCH_CORPUS={args.output} python tools/wiki_search.py history")
 
 
