@@ -110,6 +110,7 @@ def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
 GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain, "seeds": make_seeds}
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
     "trivia_qa": ("mandarjoshi/trivia_qa", "rc.wikipedia", "validation"),
+    "hotpot_qa": ("hotpotqa/hotpot_qa", "distractor", "validation"),
     "gsm8k": ("openai/gsm8k", "main", "test"),
 }
 
@@ -119,7 +120,7 @@ def load_rows(
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
-    `name` is `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
+    `name` is `arithmetic`, `chain` or `seeds` (generated), one of `HUB_DATASETS`, any Hub name, a `.jsonl`
     file, or a folder with `<split>.jsonl`. The split `test[:100]` has the first 100 rows, and `size` is how many rows
     to take at most (None: all, and 4,096 of a generated dataset). Without `needs_prompt` a row may be of any form.
     """
@@ -140,7 +141,7 @@ def load_rows(
     else:
         hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
         source = load_dataset(hub_name, config or hub_config, split=re.sub(r"^test(?=\[|$)", test_split, split))
-        if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
+        if name in HUB_DATASETS:  # articles, most of the size, are not needed
             source = source.select_columns(["question", "answer"])
         source = source.select(range(min(size, len(source)))) if size else source
     if not len(source):

@@ -148,9 +148,6 @@ def fits_type(value: Any, expected: Any) -> bool:
     return True
 
 
-LARGEST = 3.4028234663852886e38  # of float32
-
-
 def in_range(number: float, interval: str) -> bool:
     """Whether a number is in an interval. NaN is in none, nor is 1e39, which float32 makes infinite.
 
@@ -159,7 +156,7 @@ def in_range(number: float, interval: str) -> bool:
     """
     low, high = map(float, interval[1:-1].split(", "))
     at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
-    return abs(number) < LARGEST and (low < number < high or at_a_bound)
+    return abs(number) < 3.4028234663852886e38 and (low < number < high or at_a_bound)
 
 
 def check_values(config: Any) -> None:
@@ -219,12 +216,12 @@ class RecipeParser(TrlParser):
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
-    """The YAML mapping of a recipe. The values of its `env` are texts, as they are written.
+    """The keys of a recipe and, unless it has them itself, of the one that it includes. Values of `env` are texts.
 
     Raises `ValueError` for an unknown key or a value of a wrong type.
     """
     text = Path(path).read_text(encoding="utf-8")
-    known = known_keys(classes) | {"env": dict[str, str | int | float | bool]}
+    known = known_keys(classes) | {"env": dict[str, str | int | float | bool], "include": str}
     try:
         recipe = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:
@@ -240,7 +237,9 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
             raise ValueError(
                 f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[name])}.{hint}"
             )
-    return recipe | {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
+    recipe |= {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
+    included = recipe.pop("include", None)
+    return recipe if included is None else read_recipe(str(Path(path).parent / included), classes) | recipe
 
 
 def check_known(names: Iterable[Any], known: Collection[str], where: str) -> None:
