@@ -1198,7 +1198,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         one_of=("policy", "sampled"),
     )
     # TRL's default multiplies the ratios of a whole rollout, which leaves long ones out of the loss.
-    vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected: docs/recipes.md")
+    vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected")
 
     def __post_init__(self):
         check_values(self)

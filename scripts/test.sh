@@ -36,6 +36,11 @@ if [[ "${1:-}" == --all ]]; then
     shift
     bash scripts/setup.sh --sglang
     set -- -m "" "$@" # pyproject.toml leaves out what is marked `slow`
+    printf 'test: the documentation site\n'
+    "$python" -m venv runs/docs_env
+    requirements='import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])'
+    "$python" -c "$requirements" | xargs runs/docs_env/bin/python -m pip install --quiet --disable-pip-version-check
+    NO_MKDOCS_2_WARNING=1 runs/docs_env/bin/mkdocs build --strict
 fi
 
 printf 'test: ruff\n'

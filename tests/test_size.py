@@ -55,7 +55,7 @@ ROWS = {  # every tracked text file belongs to one row, the first whose pattern 
     "package": r"mt_grpo/.*\.py",
     "results, bytes": r"docs/results/.*",
     "data, bytes": r".*\.(jsonl?|svg|jinja)|tests/.*\.yaml",
-    "scripts": r"scripts/.*\.(py|sh|js|html|css)",
+    "scripts": r"scripts/.*\.(py|sh|js|html|css)|docs/_hooks/.*\.(py|css)",
     "tools and rewards": r"(tools|rewards)/.*\.py",
     "tests": r"tests/.*\.py",
     "docs": r"docs/[^/]*\.md",

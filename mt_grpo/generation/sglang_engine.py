@@ -1,6 +1,6 @@
 """SGLang as an engine, through its native API. `/generate` takes ids, and reports which weights sampled each token.
 
-docs/cluster.md has a list of what hurts there, and what is done against it.
+docs/scaling.md has what differs from vLLM.
 """
 
 from __future__ import annotations

@@ -251,8 +251,8 @@ def check_known(names: Iterable[Any], known: Collection[str], where: str) -> Non
             unknown.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     if unknown:
         raise ValueError(
-            f"Unknown keys {where}: {', '.join(unknown)}. docs/recipes.md has all keys, and docs/moving.md those of "
-            f"ms-swift, verl and older versions of TRL.{no_integrations()}"
+            f"Unknown keys {where}: {', '.join(unknown)}. docs/configuration.md has the keys, and docs/trl.md, "
+            f"docs/ms_swift.md and docs/verl.md those of other trainers.{no_integrations()}"
         )
 
 
@@ -289,7 +289,7 @@ def help_text(classes: Classes, everything: bool = False) -> str:
             line = f"  --{name:<28} {recipe_text(default_of(name, classes)):<9} {text}"
             lines += textwrap.wrap(line, 119, subsequent_indent=" " * 43, break_long_words=False)
     if not everything:
-        lines += ["", "--help all prints all keys; docs/recipes.md explains them."]
+        lines += ["", "--help all prints all keys; docs/configuration.md explains them."]
     return "\n".join(lines)
 
 

@@ -126,10 +126,10 @@ READINGS = (
         "No group{since} has trained rollouts whose rewards differ, as credit_assignment counts them. Take prompts "
         "that are sometimes solved, raise num_generations or the temperature.", lambda f: True),
     Reading("tokens", lambda f: f["tokens/differ"] > 0,
-        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. See docs/tokenization.md."),
+        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. See docs/conversation.md."),
     Reading("logprobs", lambda f: f["sampling/sampling_logp_difference/mean"] > 0.1,  # bf16 gives a few 1e-2
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
-        "average{since}. Compare the dtype, the chat template and the model of both; see docs/faults.md."),
+        "average{since}. Compare the dtype, the chat template and the model of both; see docs/troubleshooting.md."),
     Reading("effective share", lambda f: f[EFFECTIVE_SHARE] < 0.5,
         "The importance ratio leaves {sampling/effective_share:.0%} of the tokens{since} in effect. Set "
         "vllm_importance_sampling_mode: token_truncate, or lower max_staleness."),

@@ -53,8 +53,8 @@ def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tenso
 def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
-    Going on is credited with what comes of it. Use `scale_rewards: none` (docs/credit.md). In the example turn 0 is
-    0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
+    Going on is credited with what comes of it. Use `scale_rewards: none` (docs/choosing_credit.md). In the example
+    turn 0 is 0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> turn_return_advantages(doctest_batch(), 1.0, 1.0)
@@ -71,7 +71,7 @@ def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor
 
     The paper's omega is `turn_advantage_coef`, its gamma `turn_discount`, and its returns hold the outcome
     (`outcome_in_return: true`). Its episode term is of all rewards, and here of the outcome. It is biased if a state
-    comes back within a rollout (docs/credit.md). In the example A calls again in state 1 (0.6), and B answers (0).
+    comes back within a rollout (docs/choosing_credit.md). In the example A calls again in state 1 (0.6), B answers.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> gigpo_advantages(doctest_batch(), 1.0, 1.0)
@@ -108,8 +108,8 @@ def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
 def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
 
-    It is biased: a turn's baseline contains the turns after it (docs/credit.md). Neither `scale_rewards` nor a turn
-    reward per rollout applies to the shift. In the example A has 0.2 and 0.6, mean 0.4; B has one reward.
+    It is biased: a turn's baseline contains the turns after it (docs/choosing_credit.md). Neither `scale_rewards` nor
+    a turn reward per rollout applies to the shift. In the example A has 0.2 and 0.6, mean 0.4; B has one reward.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> zero_sum_advantages(doctest_batch(), 1.0, 1.0)

@@ -18,7 +18,7 @@ Environment:
                           takes it by SERVER_ARGS="--api-key KEY", and asks for it everywhere
     SGLANG_PYTHON         the interpreter that has SGLang (default: .venv-sglang/bin/python)
 
-vLLM's development endpoints, by which the trainer changes the weights, ask nobody for the key: docs/cluster.md#ports.
+vLLM's development endpoints, by which the trainer changes the weights, ask nobody for the key: docs/scaling.md#ports.
 """
 
 import argparse

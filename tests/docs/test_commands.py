@@ -5,10 +5,41 @@ The tour's: tests/docs/test_tour.py. Which options the programs of all pages hav
 
 import doctest
 import re
+import shutil
+import subprocess
 import tomllib
 
+import pytest
 import quickstart
 from test_docs import PAGES, ROOT, block, blocks
+
+CONCEPTS_AND_HOW_TO = (
+    "own_task choosing_credit recipes rollouts agents tools games images scaling resuming troubleshooting forking"
+).split()
+# Commands of these pages that run in another test, or need what no test has.
+ELSEWHERE = {
+    "python mt_grpo_trainer.py --config my_task/": "tests/docs/test_tour.py",
+    "python scripts/view_rollouts.py": "tests/scripts/test_view_rollouts.py",
+    "python scripts/serve_search.py": "tests/integrations/test_verl.py",
+    "python tools/openenv/frozen_lake.py": "tests/integrations/test_openenv_servers.py",
+    "bash scripts/quickstart.sh zoom": "tests/samples/test_zoom.py",
+    "VLLM_SERVERS=2 bash scripts/train.sh": "tests/scripts/test_scripts.py",
+    "bash scripts/train.sh hf_recipes/tiny/calculator-sglang.yaml": "tests/generation/test_sglang.py",
+    "TRAINER=my_idea.py bash scripts/train.sh": "tests/method/test_fork.py",
+    "python my_idea.py": "tests/method/test_fork.py",
+    "TRAINER=my_idea.py python scripts/explain_credit.py": "tests/method/test_fork.py",
+    "bash scripts/serve.sh": "tests/scripts/test_slurm.py",
+    "accelerate launch": "tests/scripts/test_slurm.py",
+    "RECIPE=": "tests/scripts/test_slurm.py",
+    "VLLM_SERVER_DEV_MODE=1": "GPUs", "CUDA_VISIBLE_DEVICES": "GPUs", "bash scripts/setup.sh --gpu": "GPUs",
+    "bash scripts/train.sh hf_recipes/Qwen/": "GPUs", "nohup bash scripts/train.sh hf_recipes/Qwen/": "GPUs",
+    "nvidia-smi": "GPUs", "tail ": "GPUs", "kill ": "GPUs", "echo ": "GPUs", "ssh ": "GPUs", "mkdir ": "GPUs",
+    "git clone": "an address", "cd ": "an address", "source ": "an address",
+    "bash scripts/setup.sh --sglang": "scripts/test.sh",
+    "python3.12 ": "Docker", "export ": "Docker", "docker ": "Docker",
+}  # fmt: skip
+FEWER = {"--log_rollouts 64": "--log_rollouts 8 --max_steps 1 --per_device_train_batch_size 8", "512": "8",
+         "exact_match_reward_func=1": "exact_match_reward_func=0", "any words": "Normans"}  # fmt: skip
 
 
 def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
@@ -43,3 +74,35 @@ def test_extras_that_pages_install_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.findall(r"pip install -e '?\.\[(\w+)\]", "".join(PAGES.values()))
     assert named and set(named) <= set(extras)
+
+
+def lines_of(page: str) -> list[str]:
+    """The commands of a page's bash blocks, a line each."""
+    text = "".join(blocks(PAGES[f"docs/{page}.md"], "bash"))
+    return text.replace("\\\n", " ").splitlines()
+
+
+def test_each_command_is_run_somewhere():
+    lines = [line for page in CONCEPTS_AND_HOW_TO for line in lines_of(page)]
+    for start, where in ELSEWHERE.items():
+        assert any(line.startswith(start) for line in lines), start
+        assert not where.endswith((".py", ".sh")) or (ROOT / where).is_file(), where
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_pages_run(tmp_path):
+    """Those that are not in `ELSEWHERE`, with fewer rollouts, in a folder that looks like the clone."""
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git", "data", "my_idea.py"):
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copy(ROOT / "hf_recipes/tiny/towns/corpus.jsonl", tmp_path / "corpus.jsonl")
+    ran = []
+    for line in [line for page in CONCEPTS_AND_HOW_TO for line in lines_of(page)]:
+        if line.strip() and not line.startswith(tuple(ELSEWHERE)):
+            for old, new in FEWER.items():
+                line = line.replace(old, new)
+            command = f"export PATH={ROOT}/.venv/bin:$PATH HF_HUB_OFFLINE=1; {line}"
+            done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, (line, done.stdout[-1000:], done.stderr[-3000:])
+            ran.append(line)
+    assert len(ran) == 8 and (tmp_path / "data.jsonl").is_file()

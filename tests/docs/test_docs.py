@@ -20,6 +20,7 @@ import torch
 import vision_model
 import yaml
 from bench.common import with_section
+from build import configuration
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from scripted import Scripted, call
@@ -28,20 +29,21 @@ from test_size import sizes
 from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
+from trl.chat_template_utils import qwen3_template
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.environments import METHODS
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.images.pictures import pictures_in
-from mt_grpo.recipe.parse import default_of, known_keys
+from mt_grpo.recipe.parse import known_keys
 from mt_grpo.recipe.plugins import load_environment, load_rewards, load_tools
 from mt_grpo.rollout import Reply
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
-RECIPES, FORKING, CONVERSATION, ENVIRONMENTS, AGENTS = (
-    PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "conversation", "environments", "agents")
+RECIPES, METRICS, FORKING, CONVERSATION, ENVIRONMENTS, AGENTS = (
+    PAGES[f"docs/{name}.md"] for name in ("recipes", "metrics", "forking", "conversation", "environments", "agents")
 )
 each_page = pytest.mark.parametrize("page", PAGES)
 
@@ -50,9 +52,9 @@ def section(text: str, title: str) -> str:
     return re.search(rf"^## {title}$(.*?)(?=^## |\Z)", text, re.M | re.S)[1]
 
 
-def first_column(text: str, title: str) -> list[str]:
-    """The names in backticks of the first column of a section's table."""
-    rows = [line.split("|")[1] for line in section(text, title).splitlines() if line.startswith("| `")]
+def first_column(text: str) -> list[str]:
+    """The names in backticks of the first columns of a text's tables."""
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
@@ -83,16 +85,11 @@ def own_keys() -> set[str]:
     return (names(mt.MTGRPOConfig) - names(GRPOConfig)) | (names(mt.recipe_classes()[0]) - names(ScriptArguments))
 
 
-def test_every_key_is_documented_with_its_default():
-    documented = first_column(RECIPES, "Recipe keys")
-    assert own_keys() <= set(documented)
-    for key in documented:
-        assert key in known_keys(mt.recipe_classes()), key
-    for line in section(RECIPES, "Recipe keys").splitlines():
-        if match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line):
-            default = default_of(match[1], mt.recipe_classes())
-            if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
-                assert yaml.safe_load(match[2]) == default, line
+def test_every_key_is_documented_as_its_field_says():
+    """`python scripts/build/configuration.py` writes the tables."""
+    page = PAGES["docs/configuration.md"]
+    assert configuration.with_tables(page) == page
+    assert own_keys() <= set(first_column(page))
 
 
 def test_every_documented_metric_is_logged_and_every_own_metric_documented(random_model, tmp_path):
@@ -114,8 +111,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     )  # fmt: skip
     trainer.train()
     logged = set(trainer.state.log_history[0])
-    metrics = section(RECIPES, "Metrics")
-    documented = set(first_column(RECIPES, "Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", metrics))
+    documented = set(first_column(METRICS)) | set(re.findall(r"`((?:sync|completions)/\w+)`", METRICS))
     with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
     of_others = {name for name in documented if name.startswith("information_gain/")}
     of_functions = {name for name in documented if name.startswith("rewards/<function>/")}
@@ -206,6 +202,31 @@ def test_the_smallest_recipe_is_one(tmp_path, monkeypatch):
     mt.parse_arguments(["--config", str(tmp_path / "smallest.yaml")])
 
 
+def test_the_trainer_that_is_built_in_python_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("hf_recipes", "tools", "rewards"):
+        Path(folder).symlink_to(ROOT / folder)
+    space = run(block(RECIPES, "python", "MTGRPOEnvTrainer("))
+    assert space["trainer"].state.global_step == 2
+
+
+def with_qwens_calls(tokenizer):
+    tokenizer.response_template = qwen3_template
+    return tokenizer
+
+
+@pytest.mark.parametrize("sign, name", [("-", "GRPOTrainer"), ("+", "MTGRPOEnvTrainer")])
+def test_both_sides_of_the_diff_to_trl_train(sign, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("hf_recipes").symlink_to(ROOT / "hf_recipes")
+    # TRL reads calls by the text of the template. The bundled model's is Qwen's, made short.
+    monkeypatch.setattr("trl.trainer.grpo_trainer.add_response_schema", with_qwens_calls)
+    lines = block(PAGES["docs/trl.md"], "diff", "GRPOTrainer(").splitlines()
+    code = "\n".join(line[1:] for line in lines if line[:1] in (sign, " "))
+    trainer = run(code)["trainer"]
+    assert type(trainer).__name__ == name and trainer.state.global_step == 2
+
+
 def scripted(tokenizer, turns: list[str]):
     """A backend whose conversations all go the same way."""
 
@@ -240,14 +261,8 @@ def say(*turns) -> list[str]:
 
 # Of docs/environments.md: what stands in the block -> (row, what the model says, what it reads, reason, rewards).
 EXAMPLES = {
-    "def population": ({}, say(("population", {"city": "Oslo"}), "<answer>717710</answer>"),
-                       ["717710"], "answered", (None, [None, None])),
     "class Door": ({"seed": 1}, say(("enter", {"digit": 1}), ("enter", {"digit": 2}), "<answer>2</answer>"),
                    ["higher", "open"], "answered", (0.5, [None] * 3)),
-    "class Notes": ({}, say(("write", {"line": "a"}), ("write", {"line": "b"}), "<answer>ab</answer>"),
-                    ["1", "2"], "answered", (None, [None] * 3)),
-    "class Doubts": ({}, say("<answer>3</answer>", "<answer>4</answer>"),
-                     ["Are you sure?"], "answered", (None, [None] * 2)),
     "class LastOnly": ({}, say(("echo", {"text": "a"}), ("echo", {"text": "b"}), "<answer>b</answer>"),
                        ["a", "b"], "answered", (None, [None] * 3)),
     "class Countdown": ({"start": 3}, say(("take", {"number": 2}), ("take", {"number": 1})),
@@ -257,7 +272,7 @@ EXAMPLES = {
 
 def test_the_example_of_images_runs(tmp_path):
     """In the prompt, in a tool's result and in a reply, each as it is drawn."""
-    (tmp_path / "example.py").write_text(block(CONVERSATION, "python", "class Board"))
+    (tmp_path / "example.py").write_text(block(PAGES["docs/images.md"], "python", "class Board"))
     _, cls = load_environment(f"{tmp_path}/example.py:Board", None, mt.MultiTurnToolEnv)
     tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
     turns = say(("move", {}), "<answer>again</answer>", "<answer>1</answer>")
@@ -274,7 +289,7 @@ def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
     row, turns, read, reason, rewards = EXAMPLES[word]
     (tmp_path / "example.py").write_text(block(ENVIRONMENTS, "python", word))
     path = str(tmp_path / "example.py")
-    if word in ("def population", "class Door", "class Notes"):
+    if word == "class Door":
         tools, (_, cls) = load_tools(path), load_environment(None, path, mt.MultiTurnToolEnv)
     else:
         tools, (_, cls) = [], load_environment(f"{path}:{word.split()[1]}", None, mt.MultiTurnToolEnv)
@@ -296,9 +311,6 @@ def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
     assert [turn.observation for turn in rollout.turns if turn.observation] == read
     assert rollout.stop_reason == reason
     assert (rollout.reward, [turn.reward for turn in rollout.turns]) == rewards
-    if word == "class Notes":
-        space = run(block(ENVIRONMENTS, "python", word))
-        assert space["OUTCOME_REWARD_FUNCS"][0](environments=[rollout.environment]) == [2.0]
     if word == "class LastOnly":
         assert prompts[2].count("<result>") == 1 and "Begin." in prompts[2] and '"a"' not in prompts[2]
         assert len(rollout.records) == 3
@@ -308,7 +320,7 @@ def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
 
 def test_a_reward_of_trl_is_one_here(tmp_path):
     path = tmp_path / "rewards.py"
-    path.write_text(block(PAGES["docs/moving.md"], "python", "import think_format_reward"))
+    path.write_text(block(PAGES["docs/trl.md"], "python", "import think_format_reward"))
     _, (reward,) = load_rewards(str(path))
     assert reward([[{"role": "assistant", "content": text}] for text in ("<think>a</think>b", "b")]) == [1.0, 0.0]
 
@@ -376,7 +388,7 @@ def test_the_page_says_what_the_protocol_has():
     rows = section(ENVIRONMENTS, "An environment for each conversation")
     assert set(METHODS) <= set(re.findall(r"^\| `(\w+)\(", rows, re.M))
     assert set(re.findall(r"^\| `(\w+)=", rows, re.M)) == {field.name for field in dataclasses.fields(Reply)}
-    assert first_column(CONVERSATION, "The tool format")[1:] == list(TOOL_FORMATS)
+    assert first_column(section(CONVERSATION, "The tool format"))[1:] == list(TOOL_FORMATS)
 
 
 def test_the_notebook_example_runs(random_model, capsys):
@@ -456,8 +468,10 @@ def words_of(line: str) -> list[str]:
 
 
 def block_commands(text: str) -> list[list[str]]:
-    """Every line of the bash blocks."""
-    lines = [line for body in blocks(text, "bash") for line in body.replace("\\\n", " ").splitlines()]
+    """Every line of the bash blocks, and what a diff of commands adds."""
+    diffs = [re.findall(r"^\+(.*\n)", body, re.M) for body in blocks(text, "diff")]
+    added = ["".join(body) for body in diffs if body and body[0].startswith("bash ")]
+    lines = [line for body in blocks(text, "bash") + added for line in body.replace("\\\n", " ").splitlines()]
     return [words for line in lines if (words := words_of(line))]
 
 
@@ -523,7 +537,8 @@ def test_vllm_takes_the_flags_of_the_server_by_hand():
     parser_of = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    (serve,) = [words for words in block_commands(PAGES["docs/cluster.md"]) if words[2:3] == ["Qwen/Qwen3-1.7B"]]
+    commands = block_commands(PAGES["docs/scaling.md"])
+    (serve,) = [words for words in commands if words[:3] == ["vllm", "serve", "Qwen/Qwen3-1.7B"]]
     parsed = parser_of(FlexibleArgumentParser(exit_on_error=False)).parse_args(serve[2:])
     assert isinstance(parsed, argparse.Namespace)
     assert (parsed.model_tag, parsed.logprobs_mode) == ("Qwen/Qwen3-1.7B", "processed_logprobs")
@@ -567,8 +582,13 @@ def test_every_link_leads_somewhere(page):
     assert broken_links(page, PAGES[page]) == []
 
 
+def test_each_page_has_a_place_in_the_site():
+    nav = re.findall(r"\w+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert len(nav) == len(set(nav)) and {path.name for path in ROOT.glob("docs/*.md")} <= {*nav}
+
+
 def test_a_broken_link_is_noticed():
-    text = "[a](credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#gpus) [e](https://x.org)"
+    text = "[a](choosing_credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#gpus) [e](https://x.org)"
     assert broken_links("docs/speed.md", text) == ["credit.md#nowhere", "nowhere.md"]
 
 

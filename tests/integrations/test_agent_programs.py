@@ -27,6 +27,22 @@ question=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["question
 qwen --auth-type {api} -m policy -y "$question" </dev/null >said
 python3 -c 'import json, sys; print(float(open("said").read().strip() == json.loads(sys.argv[1])["answer"]))' "$row"
 """
+# Two turns by `previous_response_id`, and a reward for the first.
+CURL = r"""
+set -e
+row=$(cat)
+ask() {
+    curl --silent --fail-with-body "$OPENAI_BASE_URL/responses" --header "Authorization: Bearer $OPENAI_API_KEY" "$@"
+}
+python3 -c 'import json, sys; print(json.dumps({"model": "policy", "input": json.loads(sys.argv[1])["question"]}))' "$row" |
+    ask --data @- |
+    python3 -c 'import json, sys
+print(json.dumps({"model": "policy", "input": "Only the number.", "previous_response_id": json.load(sys.stdin)["id"]}))' |
+    ask --data @- --header "X-Turn-Reward: 0.5" |
+    python3 -c 'import json, sys
+said = json.load(sys.stdin)["output"][-1]["content"][0]["text"]
+print(float(said == json.loads(sys.argv[1])["answer"]))' "$row"
+"""
 slow, tries = pytest.mark.slow, pytest.mark.program
 pytestmark = pytest.mark.timeout(1800)
 
@@ -177,7 +193,7 @@ def test_curl(tmp_path):
     """A shell script, which needs no package: two turns by `previous_response_id`, and the header's reward."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not there")
-    (tmp_path / "agent.sh").write_text(block("curl --silent"))
+    (tmp_path / "agent.sh").write_text(CURL)
     rollout = rollout_of(f"sh {tmp_path}/agent.sh", "<think>So.</think>It is 391.", "391")
     assert [turn.reward for turn in rollout.turns] == [0.5, None]
 

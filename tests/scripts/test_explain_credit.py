@@ -243,7 +243,7 @@ def test_a_space_that_decoding_drops_comes_back():
 
 def test_the_text_of_a_group():
     lines = ex.render_text(group(notes=["Mind this."]), width=60).splitlines()
-    assert lines[6] in (ROOT / "docs/credit.md").read_text().splitlines()
+    assert lines[6] in (ROOT / "docs/choosing_credit.md").read_text().splitlines()
     assert lines == [
         "question       What is 2 + 2?",
         "gold answer    4",

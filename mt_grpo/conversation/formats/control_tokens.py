@@ -1,4 +1,4 @@
-"""Control tokens: text from outside never becomes structure (the table in docs/tokenization.md)."""
+"""Control tokens: text from outside never becomes structure (the table in docs/conversation.md)."""
 
 from __future__ import annotations
 
