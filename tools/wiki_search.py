@@ -165,8 +165,8 @@ def _index() -> sqlite3.Connection:
         raise ValueError("WIKI_SEARCH_CORPUS is not set: set it to a JSONL file with id, title and text")
     if not os.path.exists(os.path.expanduser(corpus)):
         raise FileNotFoundError(
-            f"WIKI_SEARCH_CORPUS: {corpus} does not exist. Make it: python scripts/build/wiki_corpus.py {corpus} (for "
-            "TriviaQA; for other questions see the recipe's first lines)"
+            f"WIKI_SEARCH_CORPUS: {corpus} does not exist. The recipe's first lines have the command that makes it "
+            "(scripts/build/wiki_corpus.py)"
         )
     corpus = Path(corpus).expanduser().absolute()
     index = Path(os.environ.get("WIKI_SEARCH_INDEX") or f"{corpus}.fts5").expanduser().absolute()

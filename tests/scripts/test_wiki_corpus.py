@@ -177,11 +177,13 @@ def test_what_is_there_is_not_overwritten(hub, tmp_path):
         assert "mine" in path.read_text()
 
 
-def test_a_launch_without_its_corpus_names_the_command(tmp_path, monkeypatch):
+def test_a_launch_without_its_corpus_says_how_to_make_it(tmp_path, monkeypatch):
     """Before a server is started. The recipe sets the variable, which the test undoes."""
     monkeypatch.setenv("WIKI_SEARCH_CORPUS", "")
     monkeypatch.setattr(launch_plan, "check_installed", lambda engine: None)
     recipe = (ROOT / "hf_recipes/tiny/encyclopedia.yaml").read_text() + "use_vllm: true\nvllm_mode: server\n"
-    (tmp_path / "recipe.yaml").write_text(recipe.replace("hf_recipes/tiny/encyclopedia/corpus.jsonl", "x/wiki.jsonl"))
-    with pytest.raises(OSError, match="Make it: python scripts/build/wiki_corpus.py x/wiki.jsonl"):
+    (tmp_path / "recipe.yaml").write_text(
+        recipe.replace("hf_recipes/tiny/encyclopedia/corpus.jsonl", "x/hotpot.jsonl")
+    )
+    with pytest.raises(OSError, match="x/hotpot.jsonl does not exist. The recipe's first lines .*wiki_corpus.py"):
         launch_plan.make_plan(str(tmp_path / "recipe.yaml"), ["--output_dir", str(tmp_path)])
