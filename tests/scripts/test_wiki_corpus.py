@@ -1,7 +1,9 @@
 """A corpus for tools/wiki_search.py from a copy of TriviaQA's evidence in its schema: whole, stopped, bad input."""
 
+import fcntl
 import json
 import os
+import re
 from pathlib import Path
 
 import datasets
@@ -91,6 +93,38 @@ def test_other_data_sets_name_their_columns(hub, tmp_path):
     assert list(wiki_corpus.pages_of(hotpot, *wiki_corpus.SOURCES["hotpotqa/hotpot_qa"][1:])) == pairs
 
 
+@pytest.mark.parametrize(
+    ("row", "pages"),
+    [
+        ({"p": None}, []),
+        ({"p": {"t": None, "x": None}}, []),
+        ({"p": {"t": ["A", None, "C"], "x": ["a", "b", None]}}, [("A", "a")]),
+        ({"p": [{"t": "A", "x": ["a", "b"]}, None]}, [("A", "a b")]),
+        ({"p": {"t": ["A"], "x": "a"}}, "['A'] and 'a'"),
+        ({"p": {"t": ["A"], "x": ["a", "b"]}}, "['A'] and ['a', 'b']"),
+        ({"p": {"t": ["A"], "x": [[["a"]]]}}, "'A' and [['a']]"),
+        ({"p": {"t": "A", "x": ["a", None]}}, "'A' and ['a', None]"),
+        ({"p": {"t": 0, "x": "a"}}, "0 and 'a'"),
+    ],
+)
+def test_what_a_row_holds_is_texts_or_nothing(row, pages):
+    if isinstance(pages, list):
+        assert list(wiki_corpus.pages_of(row, "p.t", "p.x")) == pages
+        return
+    with pytest.raises(ValueError, match="'p.t' and 'p.x' hold " + re.escape(pages) + ". Expected texts"):
+        list(wiki_corpus.pages_of(row, "p.t", "p.x"))
+
+
+@pytest.mark.parametrize(
+    ("before", "long"), [(0, 121), (19, 105), (20, 119), (79, 71), (79, 41), (115, 10), (60, 500)]
+)
+def test_no_passage_is_longer_than_a_fifth_more(before, long):
+    text = " ".join([*["word"] * (before - 1), "End."] * bool(before) + ["w"] * (long - 1) + ["Last."])
+    passages = [row["text"].split() for row in wiki_corpus.passages_of("A", f"{text} One. Two.")]
+    assert [word for passage in passages for word in passage] == f"{text} One. Two.".split()
+    assert max(map(len, passages)) <= 120 and min(map(len, passages[:-1]), default=20) >= 20
+
+
 def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
     """After any row the file that results is the same, also if more had been written than the last state says."""
     wiki_corpus.main([str(tmp_path / "whole"), "--dataset", str(hub)])
@@ -132,15 +166,16 @@ def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
         ),
         (["--config", "rc.web"], r"'rc.web' not found. Available: \['rc.wikipedia', 'pages'\]"),
         (["--split", "tset"], "Bad split: tset. Available splits: ['train', 'validation']".replace("[", r"\[")),
-        (["--dataset", "/nowhere/data"], "Couldn't find any data file at /nowhere/data"),
+        (["--dataset", "/nowhere/data"], "name its splits, such as --split train"),
+        (["--dataset", "/nowhere/data", "--split", "train"], "Couldn't find any data file at /nowhere/data"),
     ],
 )
 def test_what_is_no_corpus_is_one_sentence(arguments, message, hub, tmp_path):
     output = tmp_path / "wiki.jsonl"
     with pytest.raises(SystemExit, match=f"^error: no corpus from .*{message}[^\n]*$"):
         wiki_corpus.main([str(output), "--dataset", str(hub), *arguments])
-    assert not output.exists()
-    wiki_corpus.main([str(output), "--dataset", str(hub)])  # nothing is in the way of the right command
+    assert not list(tmp_path.glob("wiki.jsonl*"))  # nothing is in the way of the right command
+    wiki_corpus.main([str(output), "--dataset", str(hub)])
 
 
 def test_without_a_network(hub, tmp_path, monkeypatch):
@@ -167,14 +202,32 @@ def test_without_a_network(hub, tmp_path, monkeypatch):
 
 def test_what_is_there_is_not_overwritten(hub, tmp_path):
     output, part = tmp_path / "wiki.jsonl", tmp_path / "wiki.jsonl.part"
-    for path, message in (
-        (part, "wiki.jsonl.part is half of another corpus, or damaged"),
-        (output, "exists. Delete it"),
+    for path, state, message in (
+        (part, None, "wiki.jsonl.part is half of another corpus, or damaged"),
+        *((part, state, "or .*wiki.jsonl.part.json is. Delete both") for state in ("", '{"of', "[]", "{}", "3")),
+        (output, None, "exists. Delete it"),
     ):
         path.write_text('{"id": "mine", "title": "mine", "text": "mine"}\n')
+        if state is not None:
+            Path(f"{part}.json").write_text(state)
         with pytest.raises(SystemExit, match=message):
             wiki_corpus.main([str(output), "--dataset", str(hub)])
         assert "mine" in path.read_text()
+
+
+def test_only_one_process_writes_a_corpus(hub, tmp_path):
+    with open(tmp_path / "wiki.jsonl.part", "w") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="^error: .* another process writes .*wiki.jsonl.part$"):
+            wiki_corpus.main([str(tmp_path / "wiki.jsonl"), "--dataset", str(hub)])
+
+
+def test_a_data_set_with_a_script_is_one_sentence(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/old.py").write_text("import datasets\n")
+    with pytest.raises(SystemExit, match="^error: no corpus from .*Dataset scripts are no longer supported[^\n]*$"):
+        wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(tmp_path / "old"), "--split", "train"])
+    assert not list(tmp_path.glob("a*"))
 
 
 def test_a_launch_without_its_corpus_says_how_to_make_it(tmp_path, monkeypatch):
