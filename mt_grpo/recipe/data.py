@@ -70,8 +70,7 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     >>> make_seeds(2, 0), make_seeds(1, 1, "test")
     ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000}])
     """
-    first = MOST_GENERATED if split == "test" else 0
-    return [{"seed": first + i} for i in range(num_rows)]
+    return [{"seed": i + MOST_GENERATED * (split == "test")} for i in range(num_rows)]
 
 
 def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True) -> DataRow:

@@ -182,10 +182,8 @@ def make_absolute(config: Any) -> None:
     """Make the paths of a dataclass of settings absolute, as seen from the folder where the run starts."""
     for each in dataclasses.fields(config):
         kind, value = fact_of(each, "path"), getattr(config, each.name)
-        if kind is True and value:
+        if value and (kind is True or (kind and kind in value)):  # a path, or path.py:Name
             value = [absolute(path) for path in value] if isinstance(value, list) else absolute(value)
-        elif kind and value and kind in value:  # path.py:Name
-            value = absolute(value)
         setattr(config, each.name, value)
 
 
@@ -215,10 +213,10 @@ class RecipeParser(TrlParser):
         return namespace, rest
 
 
-def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
+def read_recipe(path: str, classes: Classes, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The keys of a recipe and, unless it has them itself, of the one that it includes. Values of `env` are texts.
 
-    Raises `ValueError` for an unknown key or a value of a wrong type.
+    `chain` has the recipes that include it. Raises `ValueError` for an unknown key or a value of a wrong type.
     """
     text = Path(path).read_text(encoding="utf-8")
     known = known_keys(classes) | {"env": dict[str, str | int | float | bool], "include": str}
@@ -238,8 +236,12 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
                 f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[name])}.{hint}"
             )
     recipe |= {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
-    included = recipe.pop("include", None)
-    return recipe if included is None else read_recipe(str(Path(path).parent / included), classes) | recipe
+    if (base := recipe.pop("include", None)) is None:
+        return recipe
+    other, chain = Path(path).parent / base, (*chain, Path(path).resolve())
+    if other.resolve() in chain or not other.is_file():
+        raise ValueError(f"{path} includes {base!r}, which {'includes itself' if other.is_file() else 'is no file'}.")
+    return read_recipe(str(other), classes, chain) | recipe
 
 
 def check_known(names: Iterable[Any], known: Collection[str], where: str) -> None:

@@ -209,9 +209,15 @@ def test_a_recipe_includes_another_one(tmp_path):
     (tmp_path / "recipe.yaml").write_text("include: sub/middle.yaml\nseed: 2\nenv: {A: 1e-3}\n")
     assert read(tmp_path / "sub/middle.yaml") == {"seed": 1, "max_steps": 6, "env": {"A": "1", "B": "010"}}
     assert read(tmp_path / "recipe.yaml") == {"seed": 2, "max_steps": 6, "env": {"A": "1e-3"}}
-    for text, message in (("include: [a]\n", "include: .* is list, expected str"), ("include: no.yaml\n", "no.yaml")):
+    for text, message in (
+        ("include: [a]\n", "include: .* is list, expected str"),
+        ("include: no.yaml\n", "recipe.yaml includes 'no.yaml', which is no file"),
+        ("include: recipe.yaml\n", "recipe.yaml includes 'recipe.yaml', which includes itself"),
+        ("include: sub/again.yaml\n", "sub/again.yaml includes '../recipe.yaml', which includes itself"),
+    ):
         (tmp_path / "recipe.yaml").write_text(text)
-        with pytest.raises((ValueError, OSError), match=message):
+        (tmp_path / "sub/again.yaml").write_text("include: ../recipe.yaml\n")
+        with pytest.raises(ValueError, match=message):
             read(tmp_path / "recipe.yaml")
     (tmp_path / "base.yaml").write_text("sed: 1\n")
     with pytest.raises(ValueError, match="Unknown keys in .*base.yaml: 'sed'"):
