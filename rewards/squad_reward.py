@@ -72,7 +72,8 @@ def answer_in_search_results_reward_func(
 ) -> list[list[float | None] | None]:
     """Reward the first search whose result contains the answer: 0.5. None for a turn without a result.
 
-    Searches after it earn 0.0. None for all turns if the row has no answer, or yes or no, which no search finds.
+    Searches after it earn 0.0. None for all turns if the row has no answer, or only the answers yes or no, which
+    no search finds.
 
     >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
     >>> texts = ("The Danube.", "Rollo, a Viking, led.", "Rollo was a Viking!")
