@@ -18,7 +18,7 @@ conversation, its tokens and its credit. The history is never rendered again, si
 policy never sampled. If an environment edits it, or continues a turn that had ended, a new record begins.
 
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
-    bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
+    NUM_SERVERS=4 bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml    # on 8 GPUs, of which 4 run vLLM
 
 A step starts in section 3 (`_generate_and_score_completions`). It runs conversations by 1, and gives credit by 2:
     1. the conversation    `MultiTurnToolEnv`: sample a turn, run its calls, ask the environment, append

@@ -1,4 +1,4 @@
-"""Rewards for SQuAD questions with a search tool: one reward per search, and SQuAD's own metrics for the answer.
+"""Rewards for questions with a search tool: one reward per search, and SQuAD's own metrics for the answer.
 
 Recipe: `reward_fn: rewards/squad_reward.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`, a
 list of accepted answers, or a single one. Answers are compared as in SQuAD's own evaluation (Rajpurkar et al. 2016):
@@ -72,7 +72,8 @@ def answer_in_search_results_reward_func(
 ) -> list[list[float | None] | None]:
     """Reward the first search whose result contains the answer: 0.5. None for a turn without a result.
 
-    Searches after it earn 0.0. None for all turns if the row has no answer.
+    Searches after it earn 0.0. None for all turns if the row has no answer, or only the answers yes or no, which
+    no search finds.
 
     >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
     >>> texts = ("The Danube.", "Rollo, a Viking, led.", "Rollo was a Viking!")
@@ -82,7 +83,7 @@ def answer_in_search_results_reward_func(
     """
     rewards = []
     for turns, golds in zip(rollout_turns, map(_golds, answer), strict=True):
-        found, row = False, []
+        found, row, golds = False, [], [gold for gold in golds if gold not in (["yes"], ["no"])]
         for turn in turns:
             here = any(result.error is None and _holds(result.text, golds) for result in turn.results)
             row.append(0.5 * (here and not found) if turn.results else None)

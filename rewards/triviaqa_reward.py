@@ -4,7 +4,7 @@ Recipe: `reward_fn: rewards/triviaqa_reward.py`. Dataset column: `answer`, the a
 strings, TriviaQA's dict with `value` and `aliases`, or one string; for a worked solution, the text after `####`).
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
-apply. This file imports nothing from the trainer: copy it and edit the copy.
+apply (squad_reward.py has one per search). This file imports nothing from the trainer: copy it and edit the copy.
 """
 
 import re

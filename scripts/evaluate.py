@@ -3,7 +3,7 @@
     python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml
     python scripts/evaluate.py --config hf_recipes/tiny/chain-sparse.yaml --model runs/chain-sparse --k 4
     python scripts/evaluate.py --config hf_recipes/tiny/calculator.yaml --greedy --show 5
-    python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--mt-grpo.yaml --server http://127.0.0.1:8000
+    python scripts/evaluate.py --config hf_recipes/Qwen/Qwen3-1.7B--triviaqa.yaml --server http://127.0.0.1:8000
 
 Any further argument overrides the recipe, as in training: `--temperature 0.5 --max_env_steps 1`.
 With `TRAINER=my_idea.py` in the environment a copy of the trainer takes its place (scripts/recipes.py).

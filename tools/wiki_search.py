@@ -6,7 +6,7 @@ every call, choose the backend:
 | variable | meaning | default |
 |---|---|---|
 | `WIKI_SEARCH_BACKEND` | `local` or `retrieval` | `local` |
-| `WIKI_SEARCH_CORPUS` | local: a JSONL file whose rows have the strings `id`, `title` and `text` | required |
+| `WIKI_SEARCH_CORPUS` | local: JSON lines with `id`, `title`, `text`, of scripts/build/wiki_corpus.py | required |
 | `WIKI_SEARCH_INDEX` | local: the index file, if the corpus' folder cannot be written to | `<corpus>.fts5` |
 | `WIKI_SEARCH_URL` | retrieval: the server, with or without `/retrieve` | required |
 | `WIKI_SEARCH_TOPK` | passages per search, 1 to 20 | 1 |
@@ -163,6 +163,11 @@ def _index() -> sqlite3.Connection:
     corpus = os.environ.get("WIKI_SEARCH_CORPUS")
     if not corpus:
         raise ValueError("WIKI_SEARCH_CORPUS is not set: set it to a JSONL file with id, title and text")
+    if not os.path.exists(os.path.expanduser(corpus)):
+        raise FileNotFoundError(
+            f"WIKI_SEARCH_CORPUS: {corpus} does not exist. The recipe's first lines have the command that makes it "
+            "(scripts/build/wiki_corpus.py)"
+        )
     corpus = Path(corpus).expanduser().absolute()
     index = Path(os.environ.get("WIKI_SEARCH_INDEX") or f"{corpus}.fts5").expanduser().absolute()
     state = _state(corpus)

@@ -70,8 +70,7 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     >>> make_seeds(2, 0), make_seeds(1, 1, "test")
     ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000}])
     """
-    first = MOST_GENERATED if split == "test" else 0
-    return [{"seed": first + i} for i in range(num_rows)]
+    return [{"seed": i + MOST_GENERATED * (split == "test")} for i in range(num_rows)]
 
 
 def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True) -> DataRow:
@@ -110,6 +109,7 @@ def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
 GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain, "seeds": make_seeds}
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)
     "trivia_qa": ("mandarjoshi/trivia_qa", "rc.wikipedia", "validation"),
+    "hotpot_qa": ("hotpotqa/hotpot_qa", "distractor", "validation"),
     "gsm8k": ("openai/gsm8k", "main", "test"),
 }
 
@@ -119,7 +119,7 @@ def load_rows(
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
-    `name` is `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
+    `name` is `arithmetic`, `chain` or `seeds` (generated), one of `HUB_DATASETS`, any Hub name, a `.jsonl`
     file, or a folder with `<split>.jsonl`. The split `test[:100]` has the first 100 rows, and `size` is how many rows
     to take at most (None: all, and 4,096 of a generated dataset). Without `needs_prompt` a row may be of any form.
     """
@@ -140,7 +140,7 @@ def load_rows(
     else:
         hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
         source = load_dataset(hub_name, config or hub_config, split=re.sub(r"^test(?=\[|$)", test_split, split))
-        if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
+        if name in HUB_DATASETS:  # articles, most of the size, are not needed
             source = source.select_columns(["question", "answer"])
         source = source.select(range(min(size, len(source)))) if size else source
     if not len(source):

@@ -148,9 +148,6 @@ def fits_type(value: Any, expected: Any) -> bool:
     return True
 
 
-LARGEST = 3.4028234663852886e38  # of float32
-
-
 def in_range(number: float, interval: str) -> bool:
     """Whether a number is in an interval. NaN is in none, nor is 1e39, which float32 makes infinite.
 
@@ -159,7 +156,7 @@ def in_range(number: float, interval: str) -> bool:
     """
     low, high = map(float, interval[1:-1].split(", "))
     at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
-    return abs(number) < LARGEST and (low < number < high or at_a_bound)
+    return abs(number) < 3.4028234663852886e38 and (low < number < high or at_a_bound)
 
 
 def check_values(config: Any) -> None:
@@ -185,10 +182,8 @@ def make_absolute(config: Any) -> None:
     """Make the paths of a dataclass of settings absolute, as seen from the folder where the run starts."""
     for each in dataclasses.fields(config):
         kind, value = fact_of(each, "path"), getattr(config, each.name)
-        if kind is True and value:
+        if value and (kind is True or (kind and kind in value)):  # a path, or path.py:Name
             value = [absolute(path) for path in value] if isinstance(value, list) else absolute(value)
-        elif kind and value and kind in value:  # path.py:Name
-            value = absolute(value)
         setattr(config, each.name, value)
 
 
@@ -218,13 +213,13 @@ class RecipeParser(TrlParser):
         return namespace, rest
 
 
-def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
-    """The YAML mapping of a recipe. The values of its `env` are texts, as they are written.
+def read_recipe(path: str, classes: Classes, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The keys of a recipe and, unless it has them itself, of the one that it includes. Values of `env` are texts.
 
-    Raises `ValueError` for an unknown key or a value of a wrong type.
+    `chain` has the recipes that include it. Raises `ValueError` for an unknown key or a value of a wrong type.
     """
     text = Path(path).read_text(encoding="utf-8")
-    known = known_keys(classes) | {"env": dict[str, str | int | float | bool]}
+    known = known_keys(classes) | {"env": dict[str, str | int | float | bool], "include": str}
     try:
         recipe = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:
@@ -240,7 +235,13 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
             raise ValueError(
                 f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[name])}.{hint}"
             )
-    return recipe | {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
+    recipe |= {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
+    if (base := recipe.pop("include", None)) is None:
+        return recipe
+    other, chain = Path(path).parent / base, (*chain, Path(path).resolve())
+    if other.resolve() in chain or not other.is_file():
+        raise ValueError(f"{path} includes {base!r}, which {'includes itself' if other.is_file() else 'is no file'}.")
+    return read_recipe(str(other), classes, chain) | recipe
 
 
 def check_known(names: Iterable[Any], known: Collection[str], where: str) -> None:

@@ -34,8 +34,6 @@ INTEGRATIONS = {
     "verl": "mt_grpo.integrations.verl.keys:VerlIntegration",
     "mcp": "mt_grpo.integrations.mcp.keys:McpIntegration",
 }
-
-
 OWN = "the trainer's own conversation"  # what a key may need to have an effect, if no line of an integration
 
 

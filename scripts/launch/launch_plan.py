@@ -89,7 +89,7 @@ def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1)
         raise ValueError(
             f"VLLM_SERVERS={servers} with VLLM_TP={per_engine}{and_engines(engines)} take {taken} GPUs, and "
             f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains. With one GPU add: "
-            "--vllm_mode colocate"
+            "--vllm_mode colocate --max_staleness 0"
         )
     generating = gpus[-taken:]
     return gpus[:-taken], [",".join(generating[i : i + per_server]) for i in range(0, taken, per_server)]

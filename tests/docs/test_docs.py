@@ -470,7 +470,7 @@ def words_of(line: str) -> list[str]:
 def block_commands(text: str) -> list[list[str]]:
     """Every line of the bash blocks, and what a diff of commands adds."""
     diffs = [re.findall(r"^\+(.*\n)", body, re.M) for body in blocks(text, "diff")]
-    added = ["".join(body) for body in diffs if body and body[0].startswith("bash ")]
+    added = ["".join(body) for body in diffs if body and re.match(r"([A-Z_]+=\S+ )*bash ", body[0])]
     lines = [line for body in blocks(text, "bash") + added for line in body.replace("\\\n", " ").splitlines()]
     return [words for line in lines if (words := words_of(line))]
 

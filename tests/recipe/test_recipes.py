@@ -24,8 +24,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from conftest import data_file
 from datasets import Dataset
+from launch.launch_plan import share_gpus
 from openenv_server import Served
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import RunError
@@ -39,7 +40,7 @@ from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts
 from mt_grpo.recipe.data import load_rows, make_arithmetic
-from mt_grpo.recipe.parse import OF_TRL, known_keys
+from mt_grpo.recipe.parse import OF_TRL, known_keys, read_recipe
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
@@ -75,7 +76,8 @@ def no_weights(monkeypatch):
 
 
 def read(path: Path) -> dict:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    """The recipe's keys, with those of the recipe that it includes."""
+    return read_recipe(str(path), mt.recipe_classes())
 
 
 def write(folder: Path, recipe: dict) -> str:
@@ -91,9 +93,9 @@ def header(path: Path) -> str:
 
 
 def num_processes(path: Path) -> int:
-    """Of the training command in the header; one where it starts `python` itself."""
-    found = re.search(r"--num_processes (\d+)", header(path))
-    return int(found[1]) if found else 1
+    """Of the training command in the header, or the GPUs that train with `train.sh`; one for `python` itself."""
+    found = re.search(r"--num_processes (\d+)|(\d+) for training", header(path))
+    return int(found[1] or found[2]) if found else 1
 
 
 # --- the recipes as files --------------------------------------------------------------------------------------------
@@ -122,6 +124,9 @@ def test_recipe_parses_for_its_number_of_processes(path, monkeypatch):
 @pytest.mark.parametrize("path", [p for p in RECIPES if read(p).get("vllm_mode") == "server"], ids=lambda p: p.stem)
 def test_header_starts_a_server_that_fits(path):
     text, recipe = header(path), read(path)
+    if servers := re.search(r"NUM_SERVERS=(\d+)", text):  # train.sh starts them as the recipe needs them
+        assert f"{num_processes(path)} for training" in text and f" and {servers[1]} for vLLM" in text
+        return
     assert f" {recipe['model_name_or_path']} " in text and f"--host {recipe['vllm_server_host']}" in text
     if recipe.get("rollout_engine") == "sglang":
         assert f"--port {recipe['vllm_server_port']}" in text and "-m sglang.launch_server" in text
@@ -145,20 +150,78 @@ PAPER = {
     "num_iterations": 2, "beta": 0.0, "max_steps": 300, "max_completion_length": 1024, "max_env_steps": 2,
     "turn_advantage_coef": 1.0, "credit_assignment": "mt_grpo", "loss_type": "bnpo", "temperature": 0.9,
 }  # fmt: skip
-# What the method's public recipes for Qwen3 set.
-QWEN3 = {
-    "max_env_steps": 5, "turn_advantage_coef": 1.0, "num_generations": 7, "learning_rate": 1e-6, "beta": 0.01,
-    "num_iterations": 2,
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [("Qwen2.5-7B--paper", PAPER), *((f"Qwen3-{size}--mt-grpo", QWEN3) for size in ("0.6B", "1.7B", "4B"))],
-)
-def test_recipe_has_the_published_values(name, published):
-    recipe = read(ROOT / f"hf_recipes/Qwen/{name}.yaml")
-    assert {key: recipe[key] for key in published} == published
+def test_the_papers_recipe_has_the_published_values():
+    recipe = read(ROOT / "hf_recipes/Qwen/Qwen2.5-7B--paper.yaml")
+    assert {key: recipe[key] for key in PAPER} == PAPER
+
+
+OF_EIGHT_GPUS = [path for path in RECIPES if path.parent.name == "Qwen" and "paper" not in path.stem]
+
+
+@pytest.mark.parametrize("path", OF_EIGHT_GPUS, ids=lambda path: path.stem)
+def test_arithmetic_of_the_recipes_for_eight_gpus(path):
+    """Batches of whole groups, held-out rows, servers for half of the GPUs; and what the comments say of them."""
+    recipe, text, processes = read(path), header(path), num_processes(path)
+    device, steps = recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]
+    group = recipe["num_generations"]
+    rollouts = device * processes * steps
+    assert rollouts >= 256 and group in (8, 16) and rollouts % group == 0
+    groups = f"{rollouts} rollouts = {rollouts // group} questions with {group} each."
+    assert f"# One batch: {device} per device x {processes} x {steps} = {groups}\n" in text
+    if recipe["vllm_mode"] == "server":
+        gpus = int(re.search(r"Hardware: (\d+) GPUs", text)[1])
+        servers = int(re.search(r"NUM_SERVERS=(\d+) ", text)[1])
+        trainers, serving = share_gpus([str(i) for i in range(gpus)], servers, 1)
+        assert (len(trainers), gpus) == (processes, 8) and (2 * len(serving) >= gpus or recipe["max_staleness"])
+    assert recipe["eval_strategy"] == "steps" and recipe["eval_steps"] <= recipe["max_steps"]
+    held_out = int(re.fullmatch(r"test\[:(\d+)\]", recipe["dataset_test_split"])[1])
+    asked = recipe["per_device_eval_batch_size"] * processes
+    assert held_out % asked == 0 and asked % recipe["num_generations_eval"] == 0
+    assert recipe["save_steps"] % recipe["eval_steps"] == 0 and "report_to" in recipe
+    turns, results = recipe["max_env_steps"] + 1, recipe["max_env_steps"] * recipe["max_tool_response_tokens"]
+    assert turns * recipe["max_turn_tokens"] + results <= recipe["max_completion_length"]  # no limit ends a turn early
+    longest = recipe["max_completion_length"] + 512  # a prompt with its tools
+    assert longest <= recipe.get("vllm_max_model_length", 32768) and recipe["max_tokens_per_pass"] >= longest
+    assert recipe["tool_format"] == ("xml" if "Qwen2.5-VL" in path.stem else "hermes")
+    assert recipe["output_dir"] == f"runs/{path.stem}" and f"hf_recipes/Qwen/{path.name}\n" in text
+    corpus = recipe.get("env", {}).get("WIKI_SEARCH_CORPUS")
+    assert corpus is None or f"python scripts/build/wiki_corpus.py {corpus} " in text
+
+
+@pytest.mark.parametrize("path", [*OF_EIGHT_GPUS, ROOT / "hf_recipes/eight_gpus.yaml"], ids=lambda path: path.stem)
+def test_each_key_says_why(path):
+    """But for names of models, data and files. What is shared is said once, where it is set."""
+    named = {"model_name_or_path", "dataset_name", "tools_script", "reward_fn", "output_dir", "chat_template_kwargs"}
+    text = path.read_text(encoding="utf-8")
+    lines = {line.partition(":")[0]: line for line in text.splitlines() if re.match(r"\w+:", line)}
+    assert {key for key, line in lines.items() if " # " not in line} <= named
+    if "include" in lines:
+        base, own = read(path.parent / lines.pop("include").split()[1]), read(path)
+        assert not [key for key in lines if key in base and base[key] == own[key]]
+
+
+def test_a_recipe_includes_another_one(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("seed: 1\nmax_steps: 5\nenv: {A: 1, B: 010}\n")
+    (tmp_path / "sub/middle.yaml").write_text("include: ../base.yaml\nmax_steps: 6\n")
+    (tmp_path / "recipe.yaml").write_text("include: sub/middle.yaml\nseed: 2\nenv: {A: 1e-3}\n")
+    assert read(tmp_path / "sub/middle.yaml") == {"seed": 1, "max_steps": 6, "env": {"A": "1", "B": "010"}}
+    assert read(tmp_path / "recipe.yaml") == {"seed": 2, "max_steps": 6, "env": {"A": "1e-3"}}
+    for text, message in (
+        ("include: [a]\n", "include: .* is list, expected str"),
+        ("include: no.yaml\n", "recipe.yaml includes 'no.yaml', which is no file"),
+        ("include: recipe.yaml\n", "recipe.yaml includes 'recipe.yaml', which includes itself"),
+        ("include: sub/again.yaml\n", "sub/again.yaml includes '../recipe.yaml', which includes itself"),
+    ):
+        (tmp_path / "recipe.yaml").write_text(text)
+        (tmp_path / "sub/again.yaml").write_text("include: ../recipe.yaml\n")
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / "recipe.yaml")
+    (tmp_path / "base.yaml").write_text("sed: 1\n")
+    with pytest.raises(ValueError, match="Unknown keys in .*base.yaml: 'sed'"):
+        read(tmp_path / "sub/middle.yaml")
 
 
 # --- one optimizer step of every recipe, on the CPU ------------------------------------------------------------------
@@ -174,7 +237,7 @@ REPLACED = {
 VLLM_KEYS = {
     "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
     "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_importance_sampling_mode", "weight_sync",
-    "rollout_engine",
+    "rollout_engine", "max_staleness",
 }  # fmt: skip
 
 
@@ -258,13 +321,23 @@ READ_BACK = {
     "gradient_checkpointing": lambda t: t.accelerator.unwrap_model(t.model).is_gradient_checkpointing,
     "save_strategy": lambda t: t.args.save_strategy.value,
     "report_to": lambda t: t.args.report_to or "none",
+    "eval_strategy": lambda t: t.args.eval_strategy.value,
+    "dataset_test_split": lambda t: f"test[:{256 * len(t.eval_dataset) // len(t.train_dataset)}]",  # of as many rows
+    "chat_template_kwargs": lambda t: t.env.chat_template_kwargs or None,
+    "use_peft": lambda t: hasattr(t.model, "peft_config"),
+    "lora_r": lambda t: t.model.peft_config["default"].r,
+    "lora_alpha": lambda t: t.model.peft_config["default"].lora_alpha,
+    "lora_target_modules": lambda t: (
+        ["all-linear"] * ("mlp.up_proj" in str(t.model.peft_config["default"].target_modules))
+    ),
 }
 UNDER_ITS_NAME = {  # an attribute of the conversation's environment, of the trainer, its arguments or its state
     "env": "tool_format agent_timeout environment_timeout max_model_calls max_completion_length max_turn_tokens "
-    "max_tool_response_tokens tool_timeout max_concurrent_tools chat_template_kwargs",
-    "": "turn_advantage_coef scale_rewards num_generations num_iterations beta loss_type",
-    "args": "credit_assignment max_grad_norm save_total_limit seed",
-    "state": "logging_steps save_steps",
+    "max_tool_response_tokens tool_timeout max_concurrent_tools",
+    "": "turn_advantage_coef scale_rewards num_generations num_generations_eval num_iterations beta loss_type",
+    "args": "credit_assignment max_grad_norm save_total_limit seed max_tokens_per_pass per_device_eval_batch_size "
+    "eval_on_start",
+    "state": "logging_steps save_steps eval_steps",
 }
 READ_BACK |= {
     key: operator.attrgetter(f"{place}.{key}".lstrip("."))
@@ -283,6 +356,7 @@ READ_BACK_VLLM = {
     "vllm_importance_sampling_mode": lambda t: t.vllm_importance_sampling_mode,
     "weight_sync": lambda t: t.client.transfer.transport,
     "rollout_engine": lambda t: t.client.servers[0].engine.name,
+    "max_staleness": lambda t: t.args.max_staleness,
 }
 
 
@@ -307,11 +381,27 @@ def lake_server() -> Served:
     return Served(FrozenLake, name="FrozenLake").__enter__()  # its threads are daemons
 
 
+FAMILIES = {"Qwen3-VL": "qwen3_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen2.5": "qwen2", "Qwen3": "qwen3"}
+
+
+def family_of(name: str) -> str | None:
+    """The architecture of a model of the Hub."""
+    return next((family for begin, family in FAMILIES.items() if name.startswith(f"Qwen/{begin}-")), None)
+
+
 def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
-    original = recipe.get("reward_fn", "")
+    original, name = recipe.get("reward_fn", ""), recipe["model_name_or_path"]
+    if family_of(name) == "qwen2":
+        model = str(shutil.copytree(model, folder / "qwen2"))
+        weights = AutoModelForCausalLM.from_pretrained(model)
+        sizes = {key: value for key, value in weights.config.to_dict().items() if key in Qwen2Config().to_dict()}
+        qwen2 = Qwen2ForCausalLM(Qwen2Config(**sizes | {"model_type": "qwen2", "architectures": None})).float()
+        qwen2.load_state_dict(weights.state_dict(), strict=False)  # the embedding, with its likely end of turn
+        qwen2.save_pretrained(model)
     if "zoom" in original:
-        config = json.loads((vision_model.save(folder / "vision") / "config.json").read_text())
+        saved = vision_model.save(folder / "vision", family_of(name) or "qwen2_5_vl")
+        config = json.loads((saved / "config.json").read_text())
         config["text_config"]["max_position_embeddings"] = 4096  # as large as the recipes' own
         (folder / "vision/config.json").write_text(json.dumps(config))
         model = str(folder / "vision")
@@ -337,7 +427,7 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
         rows = [json.dumps({"task": str(folder)})] * 8
     elif "zoom" in original:
         rows = (ROOT / "hf_recipes/tiny/zoom/train.jsonl").read_text(encoding="utf-8").splitlines()[:8]
-    elif "gsm8k" in original:
+    elif "gsm8k" in original or "program" in original:
         rows = data_file("gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     else:
         rows = [json.dumps(row) for row in make_arithmetic(8, seed=0)]
@@ -366,8 +456,8 @@ def what_is_used(path: Path) -> tuple:
     return (*named, *sorted(recipe.keys() - REPLACED - VLLM_KEYS))
 
 
-# Of recipes that differ in numbers alone one trains.
-TRAINED = list({what_is_used(path): path for path in RECIPES}.values())
+# Of recipes that differ in numbers alone one trains, and all of those for large models.
+TRAINED = list({what_is_used(path) + (path.stem,) * (path.parent.name == "Qwen"): path for path in RECIPES}.values())
 
 
 @pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
@@ -380,11 +470,17 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
     trainer.train()
 
     assert trainer.state.global_step == 1
-    assert trainer.state.log_history[0]["completions/mean_length"] > 0
-    assert len((tmp_path / "output/rollouts.rank0.jsonl").read_text().splitlines()) == min(
-        16, original["num_generations"]
-    )
+    (logged,) = [log for log in trainer.state.log_history if "completions/mean_length" in log]
+    assert logged["completions/mean_length"] > 0
+    modes = [json.loads(line)["mode"] for line in open(tmp_path / "output/rollouts.rank0.jsonl", encoding="utf-8")]
+    tests = ["eval"] * 8 * original.get("eval_on_start", False)  # and at the end
+    assert modes == [*tests, *["train"] * min(16, original["num_generations"]), *tests]
     assert len(trainer.train_dataset) == 8
+    kind = trainer.model.config.model_type
+    assert (
+        kind == (family_of(original["model_name_or_path"]) or kind)
+        and trainer.model.config.get_text_config().num_hidden_layers == 2
+    )
     check_read_back(
         trainer, {k: v for k, v in original.items() if k not in REPLACED and k not in VLLM_KEYS}, READ_BACK
     )
@@ -409,7 +505,7 @@ class RecordedVLLM:
     """In place of TRL's engine, which needs a GPU: keeps what it was told."""
 
     def __init__(self, **settings):
-        self.settings = settings
+        self.settings, self._dist = settings, SimpleNamespace(fsdp_version=0)
 
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if read(path).get("use_vllm")], ids=lambda path: path.stem)
@@ -541,11 +637,13 @@ def test_keys_that_only_some_estimators_read(key, value, readers, parse):
             parse(**changes)
 
 
-@pytest.mark.parametrize("name", ["1.7B--mt-grpo", "1.7B--gsm8k"])
-def test_one_gpu_is_one_argument(name):
-    """What the README says, and what `train.sh` answers where it finds one GPU."""
-    recipe = str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml")
-    _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_mode", "colocate", *CPU_FLAGS])
+def test_one_gpu_is_two_arguments():
+    """What `train.sh` answers where it finds one GPU."""
+    with pytest.raises(ValueError, match="With one GPU add: --vllm_mode colocate --max_staleness 0") as error:
+        share_gpus(["0"], 1, 1)
+    recipe = str(ROOT / "hf_recipes/Qwen/Qwen3-1.7B--triviaqa.yaml")
+    flags = str(error.value).partition("With one GPU add: ")[2].split()
+    _, args, _ = mt.parse_arguments(["--config", recipe, *flags, *CPU_FLAGS])
     assert backend_of(args) == "colocate"
 
 

@@ -565,3 +565,40 @@ def test_of_a_worked_solution_what_follows_the_mark_counts():
     given = {"rollout_turns": runs, "answer": ["Robert was his son, and Lothar no relative.\n#### Rollo"] * 3}
     assert triviaqa.exist_answer_in_search_results(**given) == [0.5, 0.0, 0.0]
     assert triviaqa.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]
+
+
+def test_each_program_is_judged_by_itself(monkeypatch):
+    """The first that prints the gold number in its last line is paid; a failed one printed nothing."""
+    monkeypatch.syspath_prepend(REWARDS)  # as a recipe's loader does
+    program = load("program_reward")
+    assert [func.__name__ for func in program.OUTCOME_REWARD_FUNCS] == [f.__name__ for f in gsm8k.OUTCOME_REWARD_FUNCS]
+    turns = [turn("", "17"), turn("", "18\n[exit code 1]", error="tool"), turn("", "18", error="tool")]
+    turns += [turn("", "eggs\n$18.00\n"), turn("", "18"), turn("", called=True), answered("18", "18")]
+    assert program.call_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.0, 0.1, 0.1, None, None], []]
+    printed = program.answer_printed_reward_func([turns, turns, []], answer=["9 + 9\n#### 18", "none", "18"])
+    assert printed == [[0.0, 0.0, 0.0, 0.3, 0.0, None, None], None, []]
+
+
+@pytest.mark.parametrize(
+    ("results", "paid"),
+    [
+        (["The answer is 18"], True),
+        (["total = $1,018\n eggs: 18.0 each\n\n"], True),
+        (["18 of 20"], False),
+        (["16 17 18 19"], False),
+        (["18\nThe program printed nothing."], False),
+        (["-18"], False),
+        (["1.8e+01"], True),
+        (["x18", "(3, 18)"], True),
+        (["1e-18"], False),
+        (["17", "18"], True),
+        (["18", "17"], False),  # several calls in one turn are one guess
+        (["18", ToolResult("18", "tool")], False),
+        ([f"1e{'9' * 30}"], False),
+    ],
+)
+def test_what_a_program_printed_is_the_last_number_of_the_last_line(results, paid, monkeypatch):
+    monkeypatch.syspath_prepend(REWARDS)
+    results = [ToolResult(result) if isinstance(result, str) else result for result in results]
+    turns = [Turn([1], None, "", "stop", [ToolCall("code_interpreter", {})] * len(results), results)]
+    assert load("program_reward").answer_printed_reward_func([turns], answer=["18"]) == [[0.3 * paid]]

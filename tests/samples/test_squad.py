@@ -72,6 +72,14 @@ def test_a_row_without_an_answer_gets_no_reward(gold):
     assert squad.exact_match_reward_func(turns, answer=[gold]) == squad.f1_reward_func(turns, answer=[gold]) == [None]
 
 
+def test_no_search_finds_yes_or_no():
+    """Any text may have these words. The answer itself is judged as always."""
+    turns = [[search("There is no doubt: yes."), says("Yes.")]] * 3
+    golds = ["yes", {"value": "no", "aliases": ["No."]}, ["no", "no doubt"]]
+    assert squad.answer_in_search_results_reward_func(turns, answer=golds) == [None, None, [0.5, None]]
+    assert squad.exact_match_reward_func(turns, answer=golds) == [1.0, 0.0, 0.0]
+
+
 def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
     folder = data_file("squad/qa.jsonl").parent
     squad_search.main([str(tmp_path / "out"), "--source", str(folder)])

@@ -1,0 +1,46 @@
+"""Rewards for word problems (GSM8K) that are solved with Python programs, of which each has its own reward.
+
+Recipe: `reward_fn: rewards/program_reward.py`. Dataset column: `answer`, as gsm8k_reward.py reads it. The turn rewards
+are lists, one entry per turn. Needs: gsm8k_reward.py, whose outcome rewards these are, and squad_reward.py beside it.
+"""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from gsm8k_reward import OUTCOME_REWARD_FUNCS, _gold  # noqa: F401  the recipe's loader reads the list
+from squad_reward import call_ran_reward_func
+
+_NUMBERS = re.compile(r"(?<![\w.])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?")  # in any text
+
+
+def answer_printed_reward_func(
+    rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any
+) -> list[list[float | None] | None]:
+    """Reward the first turn whose last program prints the gold number: 0.3; 0.0 for other turns with programs.
+
+    The last number of the last line counts, and of several programs in one turn only the last one: so a turn is one
+    guess. None for a turn that ran no program, and for all turns if the row has no gold number.
+
+    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
+    >>> texts = "17 or 18 or 19", "eggs left:\\nThe answer is 18.0.", "18"
+    >>> turns = [Turn([], None, "", "stop", [ToolCall("code_interpreter", {})], [ToolResult(text)]) for text in texts]
+    >>> answer_printed_reward_func(rollout_turns=[turns, turns], answer=["9 + 9 = 18\\n#### 18", "unknown"])
+    [[0.0, 0.3, 0.0], None]
+    """
+    rewards = []
+    for turns, gold in zip(rollout_turns, map(_gold, answer), strict=True):
+        printed = [_printed(turn.results[-1]) if turn.results else None for turn in turns]
+        first = printed.index(gold) if gold in printed else None
+        row = [0.3 * (k == first) if turn.results else None for k, turn in enumerate(turns)]
+        rewards.append(None if gold is None else row)
+    return rewards
+
+
+def _printed(result: Any) -> Decimal | None:
+    """Return the last number of a result's last line, None if there is none or the program failed."""
+    numbers = [] if result.error else _NUMBERS.findall(result.text.rstrip().rpartition("\n")[2])
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+TURN_REWARD_FUNCS = [answer_printed_reward_func, call_ran_reward_func]
