@@ -34,10 +34,12 @@ row=$(cat)
 ask() {
     curl --silent --fail-with-body "$OPENAI_BASE_URL/responses" --header "Authorization: Bearer $OPENAI_API_KEY" "$@"
 }
-python3 -c 'import json, sys; print(json.dumps({"model": "policy", "input": json.loads(sys.argv[1])["question"]}))' "$row" |
+python3 -c 'import json, sys
+print(json.dumps({"model": "policy", "input": json.loads(sys.argv[1])["question"]}))' "$row" |
     ask --data @- |
     python3 -c 'import json, sys
-print(json.dumps({"model": "policy", "input": "Only the number.", "previous_response_id": json.load(sys.stdin)["id"]}))' |
+before = json.load(sys.stdin)["id"]
+print(json.dumps({"model": "policy", "input": "Only the number.", "previous_response_id": before}))' |
     ask --data @- --header "X-Turn-Reward: 0.5" |
     python3 -c 'import json, sys
 said = json.load(sys.stdin)["output"][-1]["content"][0]["text"]
