@@ -136,39 +136,6 @@ def test_any_row_arrives_as_it_was_written(random_model, tmp_path, seed, evaluat
         assert json.dumps(got_prompt) == json.dumps(asked_prompt)
 
 
-CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
-FEW_SHOT = [
-    {"role": "user", "content": "Example?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "f", "content": "2"},
-    {"role": "user", "content": "Now?"},
-]  # fmt: skip
-
-
-def test_keys_of_other_rows_are_nowhere(hermes_model, tmp_path):
-    """Calls in a prompt, a ground truth, the files of an environment: what padding by a table would change."""
-    arguments = [{"expression": "1+1"}, {"city": "Oslo"}]
-    rows = []
-    for given in arguments:
-        prompt = json.loads(json.dumps(FEW_SHOT))
-        prompt[1]["tool_calls"][0]["function"]["arguments"] = given
-        rows.append({"prompt": prompt, "ground_truth": [{"name": "f", "arguments": given}]})
-    rows[0] |= {"initial_config": {"files": {"a.txt": "hello"}}, "n": 1, "mixed": [1, "x"], "written": None}
-    rows[1] |= {"initial_config": {"files": {"b.txt": "x"}, "balance": 3}, "n": 2.5, "mixed": "x"}
-    data = load_rows(written(tmp_path / "rows.jsonl", rows), "train")
-    got, seen, trainer = roll_out(hermes_model, tmp_path / "out", data, tool_format="hermes")
-    assert sorted(got) == sorted(json.dumps(row) for row in rows for _ in range(2))
-    read = [trainer.processing_class.decode(rollout.prompt_ids) for rollout in trainer.batch.rollouts[::2]]
-    assert '"arguments": {"expression": "1+1"}}' in read[0] and "city" not in read[0] and "null" not in read[0]
-    assert '"arguments": {"city": "Oslo"}}' in read[1] and "expression" not in read[1]
-    columns = seen["columns"]
-    assert columns["ground_truth"][::2] == [[{"name": "f", "arguments": given}] for given in arguments]
-    assert columns["initial_config"][::2] == [
-        {"files": {"a.txt": "hello"}}, {"files": {"b.txt": "x"}, "balance": 3}
-    ]  # fmt: skip
-    assert columns["n"][::2] == [1, 2.5] and type(columns["n"][0]) is int
-    assert (columns["mixed"][::2], columns["written"]) == ([[1, "x"], "x"], [None] * 4)
-
-
 def test_a_column_that_no_row_of_a_batch_has_is_none_for_rewards(random_model, tmp_path):
     """A reward names it without a default: other rows of the data have it."""
 

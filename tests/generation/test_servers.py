@@ -203,22 +203,6 @@ def test_an_answer_that_was_begun_before_a_restart_is_not_proven():
     assert run(pool, [0], one_turn) == [0]  # begun with the weights that were pushed since
 
 
-def test_without_any_server_all_is_rolled_out_again():
-    pool = make_pool(2)
-
-    async def converse(route, index):
-        first = (await route.generate([1], 8, None, index)).token_ids[0]
-        if index == 0:
-            return first
-        await proven(*pool.servers)  # and so what has ended
-        for server in pool.servers:
-            server.version = "default"
-        return await two_turns(route, index)
-
-    assert run(pool, [0, 0, 1, 1], converse) == [0, None, None, None]
-    assert pool.joined == []
-
-
 def test_a_server_that_refuses_is_left_unless_all_refuse():
     pool = make_pool(3)
     pool.servers[1].error = error = ServerError("400: no")
@@ -328,12 +312,6 @@ def test_an_error_of_a_conversation_ends_all_of_them():
     with pytest.raises(RuntimeError, match="broken tool"):
         run(pool, [0, 0, 1], converse)
     assert ended == [0, 2] and pool.load == [0, 0]
-
-
-def test_a_pool_samples_for_whoever_has_one_prompt():
-    pool = make_pool(2)
-    assert [run_async(pool.generate([1], 8, None, index)).token_ids for index in (0, 1, 2)] == [[0], [1], [0]]
-    assert pool.load == [0, 0]
 
 
 class Settled(Stub):

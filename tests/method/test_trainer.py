@@ -302,48 +302,6 @@ def test_a_batch_is_rolled_out_once_for_all_its_steps(random_model, tmp_path, ch
     assert not kl or (kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-7)
 
 
-class Scripted:
-    """A backend that plays one fixed conversation: a tool call, then an answer."""
-
-    def __init__(self, tokenizer, texts):
-        self.turns = [
-            tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in texts
-        ]
-        self.seen = {}
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        turn = len(self.seen.setdefault(index, []))
-        self.seen[index].append(list(prompt_ids))
-        ids = self.turns[min(turn, len(self.turns) - 1)]
-        return Generation(ids[:max_tokens], None, "stop" if len(ids) <= max_tokens else "length")
-
-
-CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
-
-
-def test_tool_tokens_are_attended_and_not_trained(random_model, tmp_path):
-    """The batch that reaches TRL's loss: masks, ids and advantages per token of a two-turn conversation."""
-    trainer = make_trainer(random_model, tmp_path, max_completion_length=200)
-    tokenizer = trainer.processing_class
-    trainer.llm = Scripted(tokenizer, [CALL, "<answer>hi</answer>"])
-    trainer.model.train()
-    rows = [{"prompt": PROMPTS[0]}] * 4 + [{"prompt": PROMPTS[1]}] * 4
-    output = trainer._generate_and_score_completions(rows)
-    call = len(CALL)  # byte tokenizer: one id a character; <|im_end|> follows </tool> and is not kept
-    answer = len("<answer>hi</answer>")
-    result = len("E\nSuser\n<result>\nhi\n</result>E\nSassistant\n")  # E, S: the control tokens, one id each
-    expected = [1] * call + [0] * result + [1] * answer
-    assert output["tool_mask"][0, : len(expected)].tolist() == expected
-    assert output["completion_mask"][0].sum() == len(expected)
-    sampled = output["completion_ids"][0, :call].tolist()
-    assert tokenizer.decode(sampled) == CALL
-    for index, prompts in trainer.llm.seen.items():
-        rollout = trainer.batch.rollouts[index]
-        assert prompts == [rollout.prompt_ids, rollout.prompt_ids + rollout.completion_ids[: call + result]]
-    assert output["advantages"].shape == output["completion_ids"].shape
-    assert (output["advantages"][:, call : call + result] == 0).all()
-
-
 def test_metrics_behind_an_evaluation_are_those_of_training(random_model, tmp_path):
     """Step 3 is evaluated, and is the last: what steps 1 to 3 trained is logged behind that."""
     rows = Dataset.from_dict({"prompt": PROMPTS[:1]})

@@ -43,7 +43,7 @@ from server_run import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer
-from mt_grpo.base.errors import RunStopped, ServerError, ServerLost
+from mt_grpo.base.errors import RunStopped
 from mt_grpo.base.event_loop import run_async, start_in_background
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.samples import tagged, versions_of
@@ -157,28 +157,6 @@ def test_a_fault_that_passes_costs_a_retry(proxy, client, faults):
         assert_whole(rollouts)
         assert sum(r.stop_reason == StopReason.ANSWERED for r in rollouts) >= 4
         assert client.retries == proxy.counts[fault.name] == 3, fault.name
-
-
-@needs_vllm
-def test_a_server_that_only_answers_nonsense_is_broken(proxy, client):
-    """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
-    proxy.faults = first(99, NAN, COMPLETIONS)
-    prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 invalid answers in a row") as raised:
-        run_async(client.generate(prompt, 24))
-    assert not isinstance(raised.value, ServerLost)
-    assert sum(proxy.counts.values()) == 3
-
-
-@needs_vllm
-def test_a_server_that_stays_away_is_given_up_in_time(proxy, client):
-    """Not before `timeout`, for the server may come back until then."""
-    client.timeout = 3.0
-    proxy.faults = first(999, Fault("503", status=503), COMPLETIONS)
-    began = time.monotonic()
-    with pytest.raises(ServerLost, match=f"POST {proxy.url}{COMPLETIONS}: .*gave up after vllm_server_timeout=3 s"):
-        run_async(client.generate([5, 6, 7], 24))
-    assert time.monotonic() - began > 2.9
 
 
 # A server that dies

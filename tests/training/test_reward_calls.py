@@ -304,22 +304,6 @@ def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them(caplo
     assert ["length_2" in message for message in caplog.messages] == [True]
 
 
-def test_rewards_of_one_name_are_told_apart_over_all_lists():
-    def a(**kwargs):
-        pass
-
-    def a_2(**kwargs):
-        pass
-
-    def copy_of_a(**kwargs):
-        pass
-
-    copy_of_a.__name__ = "a"
-    turn, outcome = named_apart([a, a_2], [copy_of_a, a])
-    assert [func.__name__ for func in turn + outcome] == ["a", "a_2", "a_3", "a_4"]
-    assert turn == [a, a_2] and a.__name__ == "a"
-
-
 def test_the_main_outcome_is_the_one_that_counts_most_also_against():
     assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
 
