@@ -5,7 +5,6 @@ import random
 import tracemalloc
 
 import pytest
-import torch
 from datasets import Dataset, Features, Image, Value
 from test_trainer import length_reward, make_trainer, settings
 from transformers import AutoTokenizer
@@ -342,33 +341,3 @@ def test_data_has_an_identity():
     ]  # fmt: skip
     hashes = {dataset_sha256(Rows(each)) for each in [rows, *others]}
     assert len(hashes) == 1 + len(others)
-
-
-def test_a_resumed_run_sees_the_rows_of_the_uninterrupted_one(random_model, tmp_path):
-    """Rows in their order, what is sampled, and the weights, bit for bit; the record knows the data."""
-    rows = [{"prompt": f"Say {i}", "config": {f"k{i}": i if i % 2 else 0.5}} for i in range(6)]
-    path = written(tmp_path / "rows.jsonl", rows)
-    seen = {}
-
-    class Noting(MTGRPOEnvTrainer):
-        def _start_rollouts(self, given, indices):
-            seen.setdefault(self.args.output_dir, []).extend(json.dumps(given[i]) for i in indices)
-            return super()._start_rollouts(given, indices)
-
-    def train(name, **changes):
-        trainer = make_trainer(
-            random_model, tmp_path / name, cls=Noting, max_steps=4, save_strategy="steps", save_steps=2, **changes
-        )
-        trainer.train_dataset = load_rows(path, "train")
-        return trainer
-
-    whole = train("whole")
-    whole.train()
-    resumed = train("parts")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
-    order = seen[str(tmp_path / "whole")]
-    assert seen[str(tmp_path / "parts")] == order[len(order) // 2 :] and len(order) == 32
-    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters()):
-        assert torch.equal(one, other), name
-    record = json.loads((tmp_path / "whole/checkpoint-2/mt_grpo_run.json").read_text())
-    assert record["dataset_sha256"] == dataset_sha256(load_rows(path, "train"))

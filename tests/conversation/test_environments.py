@@ -30,7 +30,6 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, Environments, first_unknown, num_ids, read_reply
 from mt_grpo.conversation.tools.running import GIVEN_UP, ToolTimeout, run_tool
 from mt_grpo.conversation.tools.signature import as_tool, describe_tools, readers_of, signature_of, tool_schema
-from mt_grpo.recipe.checks import share_limits
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import NAN
@@ -263,14 +262,6 @@ def test_messages_go_behind_an_answer_and_behind_results():
     assert backend.of(0)[2].prompt == rollout.prompt_ids + ids(ANSWER) + sure + ids(call("look")) + both
     assert rollout.turns[0].reward == 0.5 and rollout.turns[0].info == {"a": 1}
     assert len(rollout.records) == 1
-
-
-def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):
-    env = MultiTurnToolEnv([], None, environment=Counter, environment_timeout=7)
-    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    share_limits(MTGRPOConfig(**settings, environment_timeout=7), env)
-    with pytest.raises(ValueError, match="environment_timeout: 5 in the configuration, and 7"):
-        share_limits(MTGRPOConfig(**settings, environment_timeout=5), env)
 
 
 def test_two_tools_of_one_name_are_refused():

@@ -883,31 +883,6 @@ def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
 
 
 @needs_vllm
-def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path):
-    """It takes requests and answers none. The run goes on without it, and nothing starts over."""
-    frozen = []
-
-    def rule(request):
-        if frozen and request.path != "/health":
-            return Fault("frozen", delay=60.0, status=0)
-        sampled = request.path == "/v1/completions" and "prompt_logprobs" not in request.payload
-        if sampled and trainer.state.global_step == 1:
-            frozen.append(time.monotonic())
-            return Fault("frozen", delay=60.0, status=0)
-        return None
-
-    with FaultProxy(servers[1].url) as proxy:
-        trainer = make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url], max_steps=2)
-        proxy.faults = rule
-        trainer.client.servers[1].VERSION_SECONDS = 0.5
-        trainer.train()
-        assert frozen and trainer.state.global_step == 2
-        assert trainer.rows("rollout/restarted") == [0, 0] and trainer.rows("rollout/retries")[1] >= 8
-        assert_from_the_weights_of_its_version(trainer)
-        trainer.client.close()
-
-
-@needs_vllm
 @pytest.mark.slow
 def test_two_engines_behind_one_address(tmp_path):
     """vLLM's own data parallelism: both engines get every push, and both are probed."""
