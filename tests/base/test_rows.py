@@ -5,7 +5,6 @@ import random
 import tracemalloc
 
 import pytest
-import torch
 from datasets import Dataset, Features, Image, Value
 from test_trainer import length_reward, make_trainer, settings
 from transformers import AutoTokenizer
@@ -134,39 +133,6 @@ def test_any_row_arrives_as_it_was_written(random_model, tmp_path, seed, evaluat
     asked = [prompts[i] or [{"role": "user", "content": f"Row {i}."}] for i in order]
     for got_prompt, asked_prompt in zip(seen["prompts"], asked, strict=True):
         assert json.dumps(got_prompt) == json.dumps(asked_prompt)
-
-
-CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
-FEW_SHOT = [
-    {"role": "user", "content": "Example?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "name": "f", "content": "2"},
-    {"role": "user", "content": "Now?"},
-]  # fmt: skip
-
-
-def test_keys_of_other_rows_are_nowhere(hermes_model, tmp_path):
-    """Calls in a prompt, a ground truth, the files of an environment: what padding by a table would change."""
-    arguments = [{"expression": "1+1"}, {"city": "Oslo"}]
-    rows = []
-    for given in arguments:
-        prompt = json.loads(json.dumps(FEW_SHOT))
-        prompt[1]["tool_calls"][0]["function"]["arguments"] = given
-        rows.append({"prompt": prompt, "ground_truth": [{"name": "f", "arguments": given}]})
-    rows[0] |= {"initial_config": {"files": {"a.txt": "hello"}}, "n": 1, "mixed": [1, "x"], "written": None}
-    rows[1] |= {"initial_config": {"files": {"b.txt": "x"}, "balance": 3}, "n": 2.5, "mixed": "x"}
-    data = load_rows(written(tmp_path / "rows.jsonl", rows), "train")
-    got, seen, trainer = roll_out(hermes_model, tmp_path / "out", data, tool_format="hermes")
-    assert sorted(got) == sorted(json.dumps(row) for row in rows for _ in range(2))
-    read = [trainer.processing_class.decode(rollout.prompt_ids) for rollout in trainer.batch.rollouts[::2]]
-    assert '"arguments": {"expression": "1+1"}}' in read[0] and "city" not in read[0] and "null" not in read[0]
-    assert '"arguments": {"city": "Oslo"}}' in read[1] and "expression" not in read[1]
-    columns = seen["columns"]
-    assert columns["ground_truth"][::2] == [[{"name": "f", "arguments": given}] for given in arguments]
-    assert columns["initial_config"][::2] == [
-        {"files": {"a.txt": "hello"}}, {"files": {"b.txt": "x"}, "balance": 3}
-    ]  # fmt: skip
-    assert columns["n"][::2] == [1, 2.5] and type(columns["n"][0]) is int
-    assert (columns["mixed"][::2], columns["written"]) == ([[1, "x"], "x"], [None] * 4)
 
 
 def test_a_column_that_no_row_of_a_batch_has_is_none_for_rewards(random_model, tmp_path):
@@ -375,33 +341,3 @@ def test_data_has_an_identity():
     ]  # fmt: skip
     hashes = {dataset_sha256(Rows(each)) for each in [rows, *others]}
     assert len(hashes) == 1 + len(others)
-
-
-def test_a_resumed_run_sees_the_rows_of_the_uninterrupted_one(random_model, tmp_path):
-    """Rows in their order, what is sampled, and the weights, bit for bit; the record knows the data."""
-    rows = [{"prompt": f"Say {i}", "config": {f"k{i}": i if i % 2 else 0.5}} for i in range(6)]
-    path = written(tmp_path / "rows.jsonl", rows)
-    seen = {}
-
-    class Noting(MTGRPOEnvTrainer):
-        def _start_rollouts(self, given, indices):
-            seen.setdefault(self.args.output_dir, []).extend(json.dumps(given[i]) for i in indices)
-            return super()._start_rollouts(given, indices)
-
-    def train(name, **changes):
-        trainer = make_trainer(
-            random_model, tmp_path / name, cls=Noting, max_steps=4, save_strategy="steps", save_steps=2, **changes
-        )
-        trainer.train_dataset = load_rows(path, "train")
-        return trainer
-
-    whole = train("whole")
-    whole.train()
-    resumed = train("parts")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
-    order = seen[str(tmp_path / "whole")]
-    assert seen[str(tmp_path / "parts")] == order[len(order) // 2 :] and len(order) == 32
-    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters()):
-        assert torch.equal(one, other), name
-    record = json.loads((tmp_path / "whole/checkpoint-2/mt_grpo_run.json").read_text())
-    assert record["dataset_sha256"] == dataset_sha256(load_rows(path, "train"))

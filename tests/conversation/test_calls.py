@@ -3,10 +3,10 @@
 import datetime
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NewType
+from typing import Annotated, Any, NewType
 
 import pydantic
 import pytest
@@ -16,34 +16,7 @@ from typing_extensions import TypedDict
 from mt_grpo.conversation.formats.choose import parse_turn
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.plugins import load_tools
-from mt_grpo.rollout import StopReason, ToolCall
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("", (None, False)),
-        (ANSWER, (None, True)),
-        ("<answer></answer>", (None, True)),
-        ("<think>hm</think>\n<answer>\n5\n</answer>\n", (None, True)),
-        ("<answer>5", (None, False)),
-        ("</answer>", (None, False)),
-        ("5</answer><answer>", (None, False)),
-        (ADD, (ToolCall("add", {"a": 2, "b": 3}), False)),
-        (f"I will. {ADD}", (ToolCall("add", {"a": 2, "b": 3}), False)),
-        ('<tool>\n{"name": "add"}\n</tool>', (ToolCall("add", {}), False)),
-        ('<tool>{"args": {"text": "<tool>"}, "name": "echo"}</tool>', (ToolCall("echo", {"text": "<tool>"}), False)),
-        (f"{ANSWER}{ADD}", (None, True)),
-        (f"{ADD}{ANSWER}", (ToolCall("add", {"a": 2, "b": 3}), False)),
-        ("<answer>5</answer></tool>", (None, True)),
-        ("<think>I could call <tool> first</think><answer>5</answer>", (None, True)),
-        ("<reasoning>I could call <tool> first</reasoning><answer>5</answer>", (None, True)),
-        ("<reasoning>not <answer> but</reasoning>" + ADD, (ToolCall("add", {"a": 2, "b": 3}), False)),
-        ("<think>by <tool> and <answer></think>I do not know", (None, False)),
-    ],
-)
-def test_parse_turn(text, expected):
-    assert parse_turn(text) == expected
+from mt_grpo.rollout import StopReason
 
 
 @pytest.mark.parametrize(
@@ -73,42 +46,6 @@ def test_mistakes_in_a_call(text, part):
     assert not answered
     assert part in tool_call.error
     assert part in check_call(tool_call, {"add": add}) and "<tool>{" in check_call(tool_call, {"add": add})
-
-
-def nested(
-    xs: list[int] = (), d: dict[str, list[float]] = (), c: Literal["a", "b"] = "a", u: list[str] | int | None = None,
-    seq: Sequence[int] = (), user: NewType("User", int) = 0, i: int = 0, x: float = 0.0, s: str = "", **rest: bool,
-) -> str:  # fmt: skip
-    """Has types inside types."""
-    return ""
-
-
-@pytest.mark.parametrize(
-    "arguments, mistake",
-    [
-        ({"xs": [1, 2], "d": {"a": [1, 2.5]}, "c": "b", "u": ["x"], "seq": [1], "user": 3, "more": True}, None),
-        ({"u": None, "x": 3, "i": 3, "s": "3"}, None),
-        ({"u": 3, "x": 2.5}, None),
-        ({"i": "3"}, "argument 'i' must be int, got '3': Input should be a valid integer. "),
-        ({"i": 3.0}, "argument 'i' must be int, got 3.0: "),
-        ({"i": True}, "argument 'i' must be int, got True: "),
-        ({"x": "1.5"}, "argument 'x' must be float, got '1.5': "),
-        ({"x": True}, "argument 'x' must be float, got True: "),
-        ({"s": 3}, "argument 's' must be str, got 3: "),
-        ({"more": 1}, "argument 'more' must be bool, got 1: "),
-        ({"xs": "1"}, "argument 'xs' must be list[int], got '1': Input should be a valid list. Usage: nested(xs: "),
-        ({"xs": [1, "2"]}, "argument 'xs' must be list[int], got '2' at xs[1]: "),
-        ({"d": {"a": [1], "b": [1, None]}}, "'d' must be dict[str, list[float]], got None at d['b'][1]: "),
-        ({"c": "z"}, "argument 'c' must be Literal['a', 'b'], got 'z': "),
-        ({"u": ["x", 1]}, "argument 'u' must be list[str] | int | None, got 1 at u['list[str]'][1]: "),
-        ({"seq": "abc"}, "argument 'seq' must be Sequence[int], got "),
-        ({"user": "x"}, "argument 'user' must be User, got 'x': Input should be a valid integer. "),
-        ({"more": "yes"}, "argument 'more' must be bool, got 'yes': "),
-    ],
-)
-def test_what_is_wrong_inside_an_argument(arguments, mistake):
-    text = check_call(ToolCall("nested", arguments), {"nested": nested})
-    assert text is None if mistake is None else mistake in text
 
 
 class Colour(enum.Enum):
@@ -170,21 +107,13 @@ User = NewType("User", int)
 @pytest.mark.parametrize(
     "kind, value, given",
     [
-        (Colour, "red", "<Colour.RED: 'red'>"),
-        (Colour | None, None, "None"),
         (Size, 2, "<Size.LARGE: 2>"),
-        (Place, {"name": "Rouen"}, "{'name': 'Rouen'}"),
-        (Town, {"name": "Rouen"}, "Town(name='Rouen')"),
         (list[Town] | Town, [{"name": "Rouen"}], "[Town(name='Rouen')]"),
         (dict[str, list[Town]], {"a": [{"name": "Rouen"}]}, "{'a': [Town(name='Rouen')]}"),
-        (tuple[int, str], [1, "a"], "(1, 'a')"),
         (set[str], ["a", "a"], "{'a'}"),
         (dict[int, str], {"7": "a"}, "{7: 'a'}"),
         (bytes, "abc", "b'abc'"),
         (Path, "a/b", repr(Path("a/b"))),
-        (datetime.date, "0911-07-20", "datetime.date(911, 7, 20)"),
-        (datetime.datetime, "2026-11-20T09:30", "datetime.datetime(2026, 11, 20, 9, 30)"),
-        (TEN, 10, "10"),
         (User, 3, "3"),
         (bool | int, True, "True"),
         (bool | int, 1, "1"),
@@ -193,7 +122,6 @@ User = NewType("User", int)
         (float | tuple[int], 7, "7.0"),
         (Any, {"a": [1, None, 2.5]}, "{'a': [1, None, 2.5]}"),
         (object, "\ud800", "'\\ud800'"),
-        (int, 10**40, "1" + "0" * 40),
         (dict[str, float], {"a": float("inf")}, "{'a': inf}"),
     ],
 )
@@ -217,18 +145,12 @@ def test_a_model_is_given_with_what_it_adds():
 @pytest.mark.parametrize(
     "kind, value, mistake",
     [
-        (Colour, "blue", "Colour, got 'blue': Input should be 'red' or 'green'. "),
         (tuple[int, str], ["1", "a"], "tuple[int, str], got '1' at where[0]: Input should be a valid integer. "),
-        (tuple[int, str], [1], "tuple[int, str], got nothing at where[1]: Field required. "),
-        (Place, {"nam": "x"}, "Place, got nothing at where['name']: Field required. "),
         (
             Town | list[Town],
             [{"name": "x"}, {"name": 7}],
             "Town | list[Town], got 7 at where['list[Town]'][1]['name']: ",
         ),
-        (datetime.date, "0911-07-32", "date, got '0911-07-32': Input should be a valid date"),
-        (list[TEN], [3, 11], "list[int], got 11 at where[1]: Input should be less than or equal to 10. "),
-        (float, 10**400, "float, got 1000"),
         (Picky, {"word": "a"}, "Picky, got 'a' at where['word']: Value error, not liked. "),
         (Picky, {"word": "key"}, "Picky, whose check raised KeyError: 'no such word'. "),
     ],
@@ -244,38 +166,6 @@ def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
 def test_a_parameter_that_no_json_fits_is_refused(kind):
     with pytest.raises(ValueError, match="Tool visit: pydantic finds no JSON schema of its parameters"):
         make_env([visitor(kind)])
-
-
-def test_the_model_reads_what_to_write_for_a_type_that_json_does_not_have():
-    def visit(
-        name: str, where: Colour = Colour.RED, city: City | None = None, size: Size | None = Size.SMALL,
-        tags: frozenset[str] = frozenset("hgfedcba"), count: Annotated[TEN, "how many"] = 3,
-        note: Annotated[str, "short"] = "", by: Literal["car", "train"] = "car", who: User = 0, **rest: Place,
-    ) -> Town:  # fmt: skip
-        """Visits."""
-
-    def plain(name: str, xs: list[int] = (), more: dict[str, float] | None = None, *, by: Literal["a"] = "a") -> None:
-        """Stays."""
-
-    assert make_env([visit, plain], "{tool_descriptions}").system_prompt == (
-        'visit(name: str, where: Colour = "red", city: City | None = None, size: Size | None = 1, '
-        'tags: frozenset[str] = ["a", "b", "c", "d", "e", "f", "g", "h"], count: int = 3, '
-        "note: str = '', by: Literal['car', 'train'] = 'car', who: User = 0, "
-        "**rest: Place) -> Town\n"
-        'where: {"enum": ["red", "green"], "type": "string"}\n'
-        'city: {"anyOf": [{"description": "A city.", "properties": {"name": {"type": "string"}, '
-        '"since": {"anyOf": [{"format": "date", "type": "string"}, {"type": "null"}], "default": null}, '
-        '"tags": {"default": ["a", "b", "c", "d"], "items": {"type": "string"}, "type": "array", '
-        '"uniqueItems": true}}, "required": ["name"], "type": "object"}, {"type": "null"}]}\n'
-        'size: {"anyOf": [{"enum": [1, 2], "type": "integer"}, {"type": "null"}]}\n'
-        'tags: {"items": {"type": "string"}, "type": "array", "uniqueItems": true}\n'
-        'count: {"maximum": 10, "minimum": 0, "type": "integer"}\n'
-        'who: {"type": "integer"}\n'
-        'rest: {"properties": {"name": {"type": "string"}}, "required": ["name"], "type": "object"}\n'
-        "Visits.\n\n"
-        "plain(name: str, xs: list[int] = (), more: dict[str, float] | None = None, *, "
-        "by: Literal['a'] = 'a') -> None\nStays."
-    )
 
 
 TYPED = '''

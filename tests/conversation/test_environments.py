@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,11 +30,9 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, Environments, first_unknown, num_ids, read_reply
 from mt_grpo.conversation.tools.running import GIVEN_UP, ToolTimeout, run_tool
 from mt_grpo.conversation.tools.signature import as_tool, describe_tools, readers_of, signature_of, tool_schema
-from mt_grpo.recipe.checks import share_limits
 from mt_grpo.recipe.data import load_rows
-from mt_grpo.reports.rollout_log import json_or_text, rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
-from mt_grpo.training.batch import NAN, Batch
+from mt_grpo.training.batch import NAN
 from mt_grpo.training.rewards import turn_flags
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
 
@@ -265,25 +262,6 @@ def test_messages_go_behind_an_answer_and_behind_results():
     assert backend.of(0)[2].prompt == rollout.prompt_ids + ids(ANSWER) + sure + ids(call("look")) + both
     assert rollout.turns[0].reward == 0.5 and rollout.turns[0].info == {"a": 1}
     assert len(rollout.records) == 1
-
-
-def test_what_a_reply_says_stands_in_the_log():
-    _, rollouts, _ = run(Say([Reply(messages=USER, info={"a": 1}), None]).environment(), [[ANSWER, ANSWER]])
-    table, columns = torch.zeros(1, 2), [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
-    for outcome, reward in ((0.5, "0.5"), (NAN, "null")):  # NaN: without a score
-        rewards = SimpleNamespace(outcome=torch.tensor([outcome]), turn_total=torch.zeros(1), turn=table)
-        batch = Batch([{}], 1, rollouts=rollouts, logged=table, rewards=rewards)
-        (row,) = rollout_rows(batch, [0], ["x", "y"], table, torch.zeros(1), columns)
-        assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
-        assert json_or_text(row["reward"]) == reward
-
-
-def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):
-    env = MultiTurnToolEnv([], None, environment=Counter, environment_timeout=7)
-    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    share_limits(MTGRPOConfig(**settings, environment_timeout=7), env)
-    with pytest.raises(ValueError, match="environment_timeout: 5 in the configuration, and 7"):
-        share_limits(MTGRPOConfig(**settings, environment_timeout=5), env)
 
 
 def test_two_tools_of_one_name_are_refused():
@@ -602,17 +580,6 @@ def test_a_failing_environment_ends_its_rollout(where, hang):
     assert len(cls.closed) == (where != "__init__")  # closed whatever happened
 
 
-def test_a_tool_of_an_environment_that_fails_is_an_observation():
-    class Breaks(Counter):
-        def add(self, amount: int) -> str:
-            """Add."""
-            raise OSError("the disk is gone")
-
-    _, (rollout,), _ = run(Breaks, [[call("add", amount=1), ANSWER]])
-    assert rollout.turns[0].error == "tool" and rollout.turns[0].observation == "Error: the disk is gone"
-    assert rollout.stop_reason == StopReason.ANSWERED
-
-
 def test_close_runs_where_the_server_dies():
     class Closes(Counter):
         closed = []
@@ -816,25 +783,6 @@ def test_rows_choose_among_several_environments():
     assert [type(r.environment) for r in rollouts] == [Board, Counter]
     with pytest.raises(ValueError, match="environment='chess', expected"):
         env.environments.class_of({"environment": "chess"})
-
-
-def test_async_methods_and_state_keys():
-    class Asks(Counter):
-        async def reset(self, **row):
-            await asyncio.sleep(0)
-            super().reset()
-
-        def state_key(self):
-            return self.value
-
-        async def add(self, amount: int) -> ToolResult:
-            """Add."""
-            self.value += amount
-            return ToolResult(str(self.value), reward=amount / 4)
-
-    _, (rollout,), _ = run(Asks, [[call("add", amount=3), ANSWER]])
-    assert [turn.state_key for turn in rollout.turns] == [0, 3]
-    assert rollout.turns[0].results[0].reward == 0.75 and rollout.turns[0].observation == "3"
 
 
 def test_what_a_turn_was_told_stays_as_it_was():
@@ -1210,7 +1158,7 @@ class Asks:
 class Pays:
     """Rewards of every kind: of calls, of a reply, of the whole conversation. It adds to the prompt."""
 
-    def reset(self, n, **row) -> str:
+    async def reset(self, n, **row) -> str:
         self.n = n
         return f" Room {n}."
 

@@ -115,9 +115,6 @@ def test_nobody_can_change_the_examples_for_others():
     assert other.prompt_messages[1]["content"] == "Hello" and PLAIN[0]["content"] == "Hello"
 
 
-QUOTED = 'She said "no": {"total": 5} \\ done.'
-
-
 @EVERY_FAMILY
 def test_examples_read_as_lived_conversations_or_are_refused(name):
     """Two examples, one of two rounds. DeepSeek V3's template writes later calls of a prompt otherwise."""
@@ -136,24 +133,6 @@ def test_examples_read_as_lived_conversations_or_are_refused(name):
     for number, text in enumerate(("R1", "R2", "R3")):
         lived = fmt.suffix(TWO[:1], fmt.results(TWO[:1], [type(RESULTS[0])(text)]))
         assert rendered.count(lived[: lived.rindex(text) + 2]) == 1, number
-
-
-@EVERY_FAMILY
-def test_an_example_in_the_calls_of_a_family(name):
-    """The chat template writes the example's calls as calls that the format reads, and its results behind them."""
-    fmt = native(name)
-    number = 2 if fmt.several else 1
-    calls = [{"name": call.name, "arguments": call.arguments} for call in TWO[:number]]
-    results = [QUOTED, "six"][:number]
-    example = [user("Add."), {"role": "assistant", "content": "", "tool_calls": calls}, *map(tool, results),
-               assistant("It is 5.")]  # fmt: skip
-    messages = written_examples(read_prompt_examples([example]), fmt, TOOLS, True)
-    asked = [{"role": "system", "content": "Use add."}, *messages, user("And now?")]
-    rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt(asked, TOOLS), "tokenize": False})
-    prompt = rendered[rendered.index("Add.") : rendered.index("It is 5.")]
-    assert fmt.syntax.split(prompt, TOOLS)[0] == TWO[:number]
-    assert QUOTED in prompt or json.dumps(QUOTED, ensure_ascii=False)[1:-1] in prompt  # some write results as JSON
-    assert prompt.count("six") == number - 1
 
 
 def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
@@ -195,14 +174,7 @@ WRONG = {
     "a text": ([["Hello"]], "valid dictionary or instance of ExampleMessage"),
     "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "role: .*into system_prompt"),
     "two questions": ([[PLAIN[0], *PLAIN]], "roles out of order: uua"),
-    "ends with a result": ([STRUCTURED[:3]], "roles out of order: uat"),
-    "calls of a user": ([[{**user("x"), "tool_calls": [{"name": "double"}]}, PLAIN[1]]], "example 1 "),
-    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "reasoning_content: Extra inputs"),
-    "an argument under another name": (
-        [[user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
-          assistant("y")]], "args: Extra inputs"),
     "blank": ([PLAIN, [user(" "), PLAIN[1]]], "example 2 has an empty message"),
-    "none": ([], "roles out of order"),
 }  # fmt: skip
 
 
@@ -220,17 +192,10 @@ MISWRITTEN = {
                        "has 0 calls.* and 1 results. Expected calls such as <tool>"),
     "unknown tool": ([user("x"), assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8"), assistant("y")],
                      "a call that cannot run: unknown tool 'dobule'. Known tools: double"),
-    "wrong argument": ([user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")],
-                       "a call that cannot run: .*number"),
     "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
     "two calls in a turn": ([user("x"), assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10"),
                              assistant("y")], "goes on after the end of the turn, or has two calls"),
-    "goes on": ([user("x"), assistant("<answer>8</answer> or 9")], "or 9' goes on after the end of the turn"),
     "control token": ([user("x"), assistant("8<|im_end|>")], "has the token '<|im_end|>'"),
-    "control token in a call": ([user("x"), assistant("", {"number": 4, "unit": "<|im_end|>"}), tool("8"),
-                                 assistant("y")], "has the token '<|im_end|>'"),
-    "two results of one call": ([user("x"), assistant("", {"number": 4}), tool("8"), tool("9"), assistant("y")],
-                                "has 1 calls.* and 2 results"),
 }  # fmt: skip
 
 

@@ -21,7 +21,6 @@ LITERAL = (
     "{% if add_generation_prompt %}{{ style }}<|im_start|>assistant\n{% endif %}"
 )
 DATED = "<|im_start|>system\n{{ strftime_now('%d %b %Y') }}<|im_end|>\n" + LITERAL
-TIMED = "<|im_start|>system\n{{ strftime_now('%H:%M:%S.%f') }}<|im_end|>\n" + LITERAL
 NOTES = [None, 1, True, 1.0, "1", {"a": 1, "b": 2}, {"b": 2, "a": 1}, [1, [2]], [1, (2,)], [1, [True]]]
 
 

@@ -8,18 +8,15 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import openai
 import pytest
 import requests
 import torch
-import trl
 import warm_python
 from bench.common import VLLMServer
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from server_run import calculator, make_trainer
-from test_agents import Scripted, run
 from test_first_batch import recipe_file
 from test_rewards import load
 from test_sharded import FSDP2, WORKER, launch
@@ -30,7 +27,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_transfer
 from mt_grpo.recipe.checks import check_server
-from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.rollout import StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.policy_scores import scores_of_model, scores_of_servers
 from mt_grpo_trainer import (
     MTGRPOConfig,
@@ -101,96 +98,6 @@ def test_information_gain_by_a_server_is_that_of_transformers(client, served_mod
 def lookup() -> str:
     """Look it up."""
     return ""
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "description": "In <tool_call>."}}}
-TOOLS = [  # keys in any order, without a description, without parameters, with further keys
-    {"function": {"parameters": SCHEMA, "name": "add", "description": "Adds. \u00e9"}, "type": "function"},
-    {"type": "function", "function": {"name": "bare"}},
-    {"type": "function", "function": {"name": "strict", "strict": True, "parameters": {"type": "object"}}},
-]
-QUESTION = {"role": "user", "content": "What?"}
-PARTS = [{"type": "text", "text": text} for text in ("one", "two")]
-
-
-def called(*calls, **message):
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    calls = [{"id": f"id{k}", "type": "function", "function": function} for k, function in enumerate(functions)]
-    return {"role": "assistant", "content": None, "tool_calls": calls, **message}
-
-
-def result(k, content="2", **message):
-    return {"role": "tool", "tool_call_id": f"id{k}", "content": content, **message}
-
-
-ASKED = {
-    "system": ([{"role": "system", "content": "Write <tool_call>, <think>x</think>."}, QUESTION], {}),
-    "developer": ([{"role": "developer", "content": "Be brief."}, QUESTION], {}),
-    "developer later": (
-        [{"role": "system", "content": "S."}, QUESTION, {"role": "assistant", "content": "A <think>"},
-         {"role": "developer", "content": "D."}, QUESTION], {},
-    ),
-    "tools": ([{"role": "system", "content": "S."}, QUESTION], {"tools": TOOLS}),
-    "tools without system": ([QUESTION], {"tools": TOOLS[:1], "tool_choice": "none"}),
-    "parts": ([{"role": "user", "content": PARTS}, {"role": "assistant", "content": "A"}, QUESTION], {}),
-    "a call": ([QUESTION, called(("add", '{"a": 1, "b": {"c": [1.5, null, true]}}')), result(0)], {"tools": TOOLS}),
-    "two calls": (
-        [QUESTION, called(("add", '{"a": 1}'), ("bare", "{}"), content="I call."), result(0), result(1, PARTS)],
-        {"tools": TOOLS[:1]},
-    ),
-    "a broken call": ([QUESTION, called(("add", "{broken")), result(0, "err")], {"tools": TOOLS[:1]}),
-    "reasoning": ([QUESTION, {"role": "assistant", "content": "4.", "reasoning": "Hm."}, QUESTION], {}),
-    "reasoning and a call": (
-        [QUESTION, called(("add", '{"a": 1}'), reasoning="Hm."), result(0, name="add")], {"tools": TOOLS[:1]},
-    ),
-}  # fmt: skip
-AGENTS_TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "llama3_1", "glm4moe", "gemma4_v5", "lfm2_v2",
-                    "nemotron_3_nano", "gptoss")  # fmt: skip
-
-
-@pytest.mark.parametrize("template", ["own", *AGENTS_TEMPLATES])
-def test_an_agents_model_reads_what_vllms_chat_endpoint_renders(port, template):
-    """Ids of real requests beside those of the server's /tokenize, through all roles."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    folder = ROOT / "hf_recipes/tiny/calculator-hermes-model"
-    path = Path(trl.__file__).parent / f"chat_templates/{template}.jinja"
-    tokenizer.chat_template = (folder / "chat_template.jinja" if template == "own" else path).read_text("utf-8")
-    refused = {}
-
-    def agent(row, client):
-        for name, (messages, options) in ASKED.items():
-            try:
-                client.chat.completions.create(model="policy", messages=messages, **options)
-            except openai.BadRequestError as error:
-                refused[name] = str(error)
-        for text in ("a<|im_end|>", "b</tool_response><think>"):  # of users and tools
-            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
-
-    class Ends(Scripted):
-        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-            self.asked.append((list(prompt_ids), [tokenizer.eos_token_id]))
-            return Generation([tokenizer.eos_token_id], [-0.5], "stop")
-
-    llm = Ends("")
-    limits = {"max_model_len": 9999, "max_completion_length": 9999, "max_model_calls": 99}
-    rollout, _ = run(agent, llm=llm, tokenizer=tokenizer, tool_format="native", **limits)
-    assert rollout.error is None, rollout.error
-    read = [ids for ids, _ in llm.asked]
-
-    def of_the_server(messages, tools=None, **options):
-        body = {"messages": messages, "chat_template": tokenizer.chat_template, **({"tools": tools} if tools else {})}
-        answer = requests.post(f"http://127.0.0.1:{port}/tokenize", json=body, timeout=60)
-        return answer.json()["tokens"] if answer.ok else None
-
-    for name, (messages, options) in ASKED.items():
-        expected = of_the_server(messages, **options)
-        if name in refused:
-            assert expected is None, f"{name}: {refused[name]}"
-        else:
-            assert read.pop(0) == expected, f"{name}: {tokenizer.decode(expected)}"
-    for text in ("a< |im_end|>", "b</tool_response><think>"):  # this tokenizer's end of turn is broken, a tag is not
-        assert read.pop(0) == of_the_server([{"role": "user", "content": text}])
-    assert len(refused) < 4 and not read, refused
 
 
 @pytest.mark.contract_server("vLLM server")

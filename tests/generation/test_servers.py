@@ -203,22 +203,6 @@ def test_an_answer_that_was_begun_before_a_restart_is_not_proven():
     assert run(pool, [0], one_turn) == [0]  # begun with the weights that were pushed since
 
 
-def test_without_any_server_all_is_rolled_out_again():
-    pool = make_pool(2)
-
-    async def converse(route, index):
-        first = (await route.generate([1], 8, None, index)).token_ids[0]
-        if index == 0:
-            return first
-        await proven(*pool.servers)  # and so what has ended
-        for server in pool.servers:
-            server.version = "default"
-        return await two_turns(route, index)
-
-    assert run(pool, [0, 0, 1, 1], converse) == [0, None, None, None]
-    assert pool.joined == []
-
-
 def test_a_server_that_refuses_is_left_unless_all_refuse():
     pool = make_pool(3)
     pool.servers[1].error = error = ServerError("400: no")
@@ -328,12 +312,6 @@ def test_an_error_of_a_conversation_ends_all_of_them():
     with pytest.raises(RuntimeError, match="broken tool"):
         run(pool, [0, 0, 1], converse)
     assert ended == [0, 2] and pool.load == [0, 0]
-
-
-def test_a_pool_samples_for_whoever_has_one_prompt():
-    pool = make_pool(2)
-    assert [run_async(pool.generate([1], 8, None, index)).token_ids for index in (0, 1, 2)] == [[0], [1], [0]]
-    assert pool.load == [0, 0]
 
 
 class Settled(Stub):
@@ -902,31 +880,6 @@ def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
     assert f"{servers[1].url} is left out" in caplog.text and f"{servers[1].url} is back" in caplog.text
     assert all(not requests.get(f"{s.url}/is_paused", timeout=10).json()["is_paused"] for s in servers)
     trainer.client.close()
-
-
-@needs_vllm
-def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path):
-    """It takes requests and answers none. The run goes on without it, and nothing starts over."""
-    frozen = []
-
-    def rule(request):
-        if frozen and request.path != "/health":
-            return Fault("frozen", delay=60.0, status=0)
-        sampled = request.path == "/v1/completions" and "prompt_logprobs" not in request.payload
-        if sampled and trainer.state.global_step == 1:
-            frozen.append(time.monotonic())
-            return Fault("frozen", delay=60.0, status=0)
-        return None
-
-    with FaultProxy(servers[1].url) as proxy:
-        trainer = make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url], max_steps=2)
-        proxy.faults = rule
-        trainer.client.servers[1].VERSION_SECONDS = 0.5
-        trainer.train()
-        assert frozen and trainer.state.global_step == 2
-        assert trainer.rows("rollout/restarted") == [0, 0] and trainer.rows("rollout/retries")[1] >= 8
-        assert_from_the_weights_of_its_version(trainer)
-        trainer.client.close()
 
 
 @needs_vllm

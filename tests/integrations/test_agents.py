@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,12 +21,11 @@ from transformers import AutoTokenizer
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.integrations.agents import conversation as openai_agent, programs, server as agent_server
-from mt_grpo.integrations.agents.chains import Asked
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.training.batch import FURTHER_RECORDS, is_cut_off, trained_records
+from mt_grpo.training.batch import is_cut_off, trained_records
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
@@ -464,16 +462,6 @@ def test_an_answer_that_nobody_received_is_not_trained():
     assert [record.numbers for record in rollout.records] == [[0], [1, 2]]  # not behind what nobody has read
     assert [record.numbers for record in trained_records(rollout)] == [[1, 2]]
     assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
-
-
-def test_retries_of_equal_requests_join_different_ones():
-    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
-    equal = [Asked("x", range(k, k + 1), True, waiting=1) for k in range(2)]
-    session = types.SimpleNamespace(_asked=[Asked("y", range(2, 3), True, waiting=1), *equal])
-    joined = [AgentSession._asked_before(session, "x") for _ in range(4)]
-    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
-    equal[1].waiting = 0
-    assert AgentSession._asked_before(session, "x") is equal[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1194,54 +1182,3 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path,
         arguments = mt.parse_arguments(["--config", str(path)])
         monkeypatch.setenv("WORLD_SIZE", "2" if "agent_timeout" in change else "1")
         mt.build_trainer(*arguments)
-
-
-BRANCHES = """
-import asyncio
-import copy
-
-async def solve(row, client):
-    async def ask(*texts):
-        messages = [{"role": "user", "content": text} for text in texts]
-        answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
-        return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
-
-    main, _ = await asyncio.gather(ask("main"), ask("side", "two"))
-    for text in "ab":  # two branches behind one answer
-        messages = [*main, {"role": "user", "content": text}]
-        await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
-    client.reward(1.0 if len(main[-1]["content"]) % 2 else 0.0)
-    return {"reward": len(main[-1]["content"]) / 10, "said": main[-1]["content"]}
-"""
-
-
-def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_path):
-    """In this process: the batch that TRL's loss gets, of three records per rollout."""
-    (tmp_path / "branches.py").write_text(BRANCHES)
-    recipe = {
-        **RECIPE, "model_name_or_path": hermes_model, "agent": f"{tmp_path}/branches.py:solve", "dataset_size": 4,
-        "output_dir": str(tmp_path / "run"), "num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 2,
-        "dtype": "float32", "report_to": "none", "gradient_checkpointing": False, "save_strategy": "no",
-        "logging_steps": 1, "max_completion_length": 256,
-    }  # fmt: skip
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(recipe))
-    trainer = mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
-    trained, generate = [], trainer._generate_and_score_completions
-
-    def note(inputs):
-        batch = generate(inputs)
-        further = [row for rows in batch[FURTHER_RECORDS] for row in rows]
-        sampled = sum(len(turn.token_ids) for rollout in trainer.batch.rollouts for turn in rollout.turns)
-        masks = [int((batch["completion_mask"] * batch["tool_mask"]).sum())]
-        masks += [int((row["completion_mask"] * row["tool_mask"]).sum()) for row in further]
-        trained.append((sum(masks), sampled, len(further)))
-        assert {type(rollout.environment).__name__ for rollout in trainer.batch.rollouts} == {"solve"}
-        return batch
-
-    trainer._generate_and_score_completions = note
-    trainer.train()
-    assert [(a == b, a > 0, further) for a, b, further in trained] == [(True, True, 8)] * 2
-    logged = trainer.state.log_history[0]
-    assert logged["records/mean"] == 3.0 and logged["turns/mean"] == 4.0 and logged["stop/agent_done"] == 1.0
-    assert logged["rewards/solve/mean"] is not None and logged["rewards/environment/mean"] is not None

@@ -196,9 +196,10 @@ def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(found[0].content)
 
 
-def qwen3():
+def with_template(name):
+    """The tokenizer with a chat template that TRL ships."""
     tokenizer = AutoTokenizer.from_pretrained("hf_recipes/tiny/calculator-hermes-model")
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
     return tokenizer
 
 

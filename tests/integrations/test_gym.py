@@ -18,7 +18,7 @@ from mt_grpo.rollout import Generation, StopReason
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "hf_recipes/tiny/gym-model"
-LAKE, BLACKJACK = (f"hf_recipes/tiny/{name}.yaml" for name in ("frozen_lake", "blackjack"))
+LAKE = "hf_recipes/tiny/frozen_lake.yaml"
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 END = [TOKENIZER.eos_token_id]
 LAKE_RULES = "Answer with an action as <action>...</action>: left, down, right or up.\n"

@@ -187,29 +187,3 @@ def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):
     assert rollout.reward == 1.0 and pictures_in(rollout.prompt_ids) == expected
     assert expected[0].image.size == (56, 84) and rollout.environment.result["other"] == str(b"no image")
     assert uri_or_str(written).startswith("data:image/jpeg;base64,") and uri_or_str(3) == "3"
-
-
-def test_a_history_without_thoughts_is_one_record(tmp_path):
-    """The agent gets answers without them, and sends the whole history with all images again."""
-    said = "message.role + '\n' + shown(message.content)"
-    drops = "(message.content.split('</think>')[-1] if message.role == 'assistant' else shown(message.content))"
-    assert said in vision_model.HERMES_TEMPLATE
-    template = vision_model.HERMES_TEMPLATE.replace(said, said.replace("shown(message.content)", drops))
-    tokenizer = vision_model.reading(vision_model.save(tmp_path, template=template))
-
-    def agent(row, client):
-        messages = []
-        for k in (1, 2, 3):
-            messages.append(user(shown(uri(vision_model.picture(k))), "Which?"))
-            answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-            assert "think" not in answer.content
-            messages.append(answer)
-
-    answers = ["<think>Long, long.</think>four", "<think>So.</think>five", "six"]
-    rollout, _ = run(agent, tokenizer, *answers)
-    asked = [f"<|im_start|>user\n{PLACE}Which?<|im_end|>\n{ASKS}" for _ in answers]
-    images = [tokenizer.pictures.read(vision_model.picture(k), "") for k in (1, 2, 3)]
-    (record,) = rollout.records
-    assert record.prompt_ids == expected_ids(tmp_path, asked[0], images[:1])
-    later = f"{answers[0]}<|im_end|>\n{asked[1]}{answers[1]}<|im_end|>\n{asked[2]}six<|im_end|>"
-    assert record.completion_ids == expected_ids(tmp_path, later, images[1:])

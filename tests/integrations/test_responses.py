@@ -6,7 +6,7 @@ import logging
 import httpx
 import pytest
 from test_agents import CALL, FLAT, TOKENIZER, ask, ids, respond, run, user
-from test_anthropic import qwen3
+from test_anthropic import with_template
 
 from mt_grpo.training.batch import trained_records
 
@@ -127,7 +127,9 @@ def test_reasoning_is_kept_where_a_record_begins():
         ):  # fmt: skip
             await client.responses.create(model="policy", instructions="B.", tools=[FLAT], **way)
 
-    rollout, llm = run(agent, f"{THINKS}Now.\n{CALL}", "2", tokenizer=qwen3(), max_completion_length=3000)
+    rollout, llm = run(
+        agent, f"{THINKS}Now.\n{CALL}", "2", tokenizer=with_template("qwen3"), max_completion_length=3000
+    )
     assert rollout.error is None, rollout.error
     read = [TOKENIZER.decode(prompt) for prompt, _ in llm.asked[1:]]
     assert len(set(read)) == 1 and "<think>\nHm.\n</think>" in read[0] and "A." not in read[0], read

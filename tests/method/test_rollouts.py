@@ -194,34 +194,6 @@ def test_two_turns_in_numbers():
     assert rollout.stop_reason == StopReason.ANSWERED
 
 
-def test_three_turns():
-    """A tool call, a mistake, an answer; the second turn ends with a sampled end of turn, the first without."""
-    wrong = '<tool>{"name": "add"</tool>'
-    mistake = (
-        "Error: the call is not valid JSON (Expecting ',' delimiter at character 14). "
-        'Expected: <tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
-    )
-    rollout, backend = converse(ADD, f"{wrong[:-7]}<|im_end|>", ANSWER, max_steps=2)
-    unclosed = (
-        "Error: the call is not closed by </tool>. "
-        'Expected: <tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
-    )
-    parts = [
-        (0, ids(ADD)),
-        (-1, ids(result("5"))),
-        (1, ids(wrong[:-7]) + [END]),
-        (-1, ids(result(unclosed, end=""))),
-        (2, ids(ANSWER)),
-    ]
-    assert rollout.completion_ids == [i for _, part in parts for i in part]
-    assert rollout.turn_ids == [k for k, part in parts for _ in part]
-    assert rollout.loss_mask == [int(k >= 0) for k, part in parts for _ in part]
-    assert rollout.stop_reason == StopReason.ANSWERED
-    assert [turn.error for turn in rollout.turns] == [None, "call", None]
-    rollout, _ = converse(ADD, wrong, ANSWER)
-    assert rollout.turns[1].observation == mistake
-
-
 def test_one_turn_without_a_call():
     rollout, _ = converse(f"{ANSWER}<|im_end|>")
     assert rollout.completion_ids == ids(ANSWER)  # the turn ends with the tag

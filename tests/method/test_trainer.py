@@ -1,7 +1,6 @@
 """The trainer against TRL's own: equal gradients, and what TRL users expect to work (in-process backend, CPU)."""
 
 import inspect
-import json
 import shutil
 import signal
 import subprocess
@@ -39,7 +38,7 @@ from mt_grpo.recipe.parse import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run.in_flight import GroupInFlight
 from mt_grpo.training.rewards import state_numbers
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, turn_advantages
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
@@ -302,48 +301,6 @@ def test_a_batch_is_rolled_out_once_for_all_its_steps(random_model, tmp_path, ch
     assert not kl or (kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-7)
 
 
-class Scripted:
-    """A backend that plays one fixed conversation: a tool call, then an answer."""
-
-    def __init__(self, tokenizer, texts):
-        self.turns = [
-            tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for text in texts
-        ]
-        self.seen = {}
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        turn = len(self.seen.setdefault(index, []))
-        self.seen[index].append(list(prompt_ids))
-        ids = self.turns[min(turn, len(self.turns) - 1)]
-        return Generation(ids[:max_tokens], None, "stop" if len(ids) <= max_tokens else "length")
-
-
-CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
-
-
-def test_tool_tokens_are_attended_and_not_trained(random_model, tmp_path):
-    """The batch that reaches TRL's loss: masks, ids and advantages per token of a two-turn conversation."""
-    trainer = make_trainer(random_model, tmp_path, max_completion_length=200)
-    tokenizer = trainer.processing_class
-    trainer.llm = Scripted(tokenizer, [CALL, "<answer>hi</answer>"])
-    trainer.model.train()
-    rows = [{"prompt": PROMPTS[0]}] * 4 + [{"prompt": PROMPTS[1]}] * 4
-    output = trainer._generate_and_score_completions(rows)
-    call = len(CALL)  # byte tokenizer: one id a character; <|im_end|> follows </tool> and is not kept
-    answer = len("<answer>hi</answer>")
-    result = len("E\nSuser\n<result>\nhi\n</result>E\nSassistant\n")  # E, S: the control tokens, one id each
-    expected = [1] * call + [0] * result + [1] * answer
-    assert output["tool_mask"][0, : len(expected)].tolist() == expected
-    assert output["completion_mask"][0].sum() == len(expected)
-    sampled = output["completion_ids"][0, :call].tolist()
-    assert tokenizer.decode(sampled) == CALL
-    for index, prompts in trainer.llm.seen.items():
-        rollout = trainer.batch.rollouts[index]
-        assert prompts == [rollout.prompt_ids, rollout.prompt_ids + rollout.completion_ids[: call + result]]
-    assert output["advantages"].shape == output["completion_ids"].shape
-    assert (output["advantages"][:, call : call + result] == 0).all()
-
-
 def test_metrics_behind_an_evaluation_are_those_of_training(random_model, tmp_path):
     """Step 3 is evaluated, and is the last: what steps 1 to 3 trained is logged behind that."""
     rows = Dataset.from_dict({"prompt": PROMPTS[:1]})
@@ -542,49 +499,6 @@ def test_gigpo_uses_the_keys_of_the_environment_and_turn_rewards_alone_train(ran
     assert len(table.state[table.sampled].unique()) == 1 and (table.state[table.sampled] >= 0).all()
     assert (table.state[~table.sampled] == -1).all() and not table.outcome.any()
     assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
-
-
-FAILING_REWARD = """
-import os
-
-
-def length_reward(completion_ids, trainer_state, **kwargs):
-    if trainer_state.global_step == 2 and os.environ.get("JUDGE_IS_DOWN"):
-        raise ConnectionError("the judge is down")
-    return [(sum(ids) % 17) / 17 for ids in completion_ids]
-
-
-OUTCOME_REWARD_FUNCS = [length_reward]
-"""
-
-
-def test_a_run_that_stops_saves_itself_and_continues(random_model, tmp_path, monkeypatch):
-    """Nothing is lost when rewards fail for good, even with save_strategy no: the resumed run is the uninterrupted."""
-    (tmp_path / "rewards.py").write_text(FAILING_REWARD)
-
-    def train(output, *arguments):
-        recipe = ROOT / "hf_recipes/tiny/calculator.yaml"
-        main(["--config", str(recipe), "--model_name_or_path", str(random_model), "--output_dir",
-              str(tmp_path / output), "--reward_fn", str(tmp_path / "rewards.py"), "--max_steps", "3",
-              "--dataset_size", "64",
-              "--per_device_train_batch_size", "8", "--max_completion_length", "32", "--max_turn_tokens", "12",
-              "--max_tool_response_tokens", "10", "--disable_tqdm", "true", *arguments])  # fmt: skip
-        return json.loads((tmp_path / output / "trainer_state.json").read_text())["log_history"]
-
-    whole = train("whole")
-    monkeypatch.setenv("JUDGE_IS_DOWN", "1")
-    with pytest.raises(SystemExit) as stopped:
-        train("parts")
-    saved = tmp_path / "parts" / "checkpoint-2"
-    failure = "Reward length_reward raised ConnectionError: the judge is down"
-    assert f"Rewards failed at step 2: rank 0: RuntimeError: {failure}" in str(stopped.value)
-    assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
-    monkeypatch.delenv("JUDGE_IS_DOWN")
-    resumed = train("parts", "--resume_from_checkpoint", str(saved))
-    assert [row["step"] for row in resumed] == [row["step"] for row in whole]
-    for key in ("reward", "loss"):
-        expected = [row[key] for row in whole if key in row]
-        assert [row[key] for row in resumed if key in row] == pytest.approx(expected, abs=1e-5) and len(expected) == 3
 
 
 def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, monkeypatch):

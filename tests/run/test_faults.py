@@ -43,10 +43,10 @@ from server_run import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer
-from mt_grpo.base.errors import RunStopped, ServerError, ServerLost
+from mt_grpo.base.errors import RunStopped
 from mt_grpo.base.event_loop import run_async, start_in_background
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.generation.samples import tagged, versions_of
+from mt_grpo.generation.samples import tagged
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.reports.metrics import staleness_metrics
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
@@ -157,28 +157,6 @@ def test_a_fault_that_passes_costs_a_retry(proxy, client, faults):
         assert_whole(rollouts)
         assert sum(r.stop_reason == StopReason.ANSWERED for r in rollouts) >= 4
         assert client.retries == proxy.counts[fault.name] == 3, fault.name
-
-
-@needs_vllm
-def test_a_server_that_only_answers_nonsense_is_broken(proxy, client):
-    """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
-    proxy.faults = first(99, NAN, COMPLETIONS)
-    prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 invalid answers in a row") as raised:
-        run_async(client.generate(prompt, 24))
-    assert not isinstance(raised.value, ServerLost)
-    assert sum(proxy.counts.values()) == 3
-
-
-@needs_vllm
-def test_a_server_that_stays_away_is_given_up_in_time(proxy, client):
-    """Not before `timeout`, for the server may come back until then."""
-    client.timeout = 3.0
-    proxy.faults = first(999, Fault("503", status=503), COMPLETIONS)
-    began = time.monotonic()
-    with pytest.raises(ServerLost, match=f"POST {proxy.url}{COMPLETIONS}: .*gave up after vllm_server_timeout=3 s"):
-        run_async(client.generate([5, 6, 7], 24))
-    assert time.monotonic() - began > 2.9
 
 
 # A server that dies
@@ -518,66 +496,6 @@ def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
     assert differences and min(differences) > 0.1
     assert assert_from_the_weights_of_its_version(trainer)["two"] >= len(differences)
     trainer.client.close()
-
-
-@needs_vllm
-def test_the_ratio_of_a_stale_batch(server, tmp_path):
-    """In all modes it is exp(logprob under the weights that are trained - logprob as sampled), cut at the bounds.
-
-    Where the clip is around what was sampled, the loss has those logprobs in its place.
-    """
-    modes = [  # by step: mode, bounds, and whether some ratios must be cut, and some kept
-        ("token_truncate", 0.8, 1.2, None),  # the first batch is not stale
-        ("token_truncate", 0.8, 1.2, {"cut", "kept"}),
-        ("token_mask", 0.8, 1.2, {"cut", "kept"}),
-        ("sequence_truncate", 1e-6, 1e6, {"kept"}),
-        ("sequence_mask", 0.8, 1.2, {"cut"}),
-        ("token_truncate", 0.8, 1.2, None),  # and old_logps: sampled
-    ]
-
-    class Kept(Watched):
-        def _generate_and_score_completions(self, inputs):
-            self.vllm_importance_sampling_mode, low, high, _ = modes[self.state.global_step]
-            self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max = low, high
-            self.args.old_logps = "sampled" if self.state.global_step == 5 else "policy"
-            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-            output = super()._generate_and_score_completions(inputs)
-            kept.append((state, self._weight_counter.version, output))
-            return output
-
-    kept = []
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Kept, max_steps=6, max_staleness=2,
-                           log_rollout_tokens=True)  # fmt: skip
-    trainer.train()  # with a pass before the step, whose logprobs are in that log
-    *batches, last = zip(modes, trainer.batches, kept, strict=True)
-    for (mode, low, high, expected), rollouts, (state, version, output) in batches:
-        stale = [version - versions_of(turn)[0] for rollout in rollouts for turn in rollout.turns]
-        assert min(stale) >= (expected is not None) and max(stale) <= 2
-        ratios, loss_mask, kinds = output["importance_sampling_ratio"], output["tool_mask"], set()
-        assert ratios.shape == ((16, 1) if "sequence" in mode else loss_mask.shape)
-        for rollout, got, mask in zip(rollouts, ratios, loss_mask * output["completion_mask"], strict=True):
-            sampled = torch.tensor([p for turn in rollout.turns for p in turn.logprobs])
-            assert mask.sum() == len(sampled)
-            difference = logprobs_under(state, rollout) - sampled
-            if "sequence" in mode:
-                difference = difference.sum(0, keepdim=True)
-            else:
-                got = got[mask.bool()]
-            ratio = difference.exp()
-            outside = (ratio < low) | (ratio > high)
-            cut = ratio.clamp(low, high) if "truncate" in mode else ratio.masked_fill(outside, 0.0)
-            near = ((ratio - low).abs() < 1e-3) | ((ratio - high).abs() < 1e-3)  # rounding may put it on either side
-            assert got[~near].tolist() == pytest.approx(cut[~near].tolist(), abs=2e-3, rel=2e-3)
-            kinds |= {"cut"} if outside.any() else set()
-            kinds |= {"kept"} if (~outside & ((ratio - 1).abs() > 0.01)).any() else set()
-        assert not kinds if expected is None else kinds >= expected, (mode, kinds)
-    _, rollouts, (state, _, output) = last
-    masks = (output["tool_mask"] * output["completion_mask"]).bool()
-    then = [p for rollout in rollouts for turn in rollout.turns for p in turn.logprobs]
-    assert output["old_per_token_logps"][masks].tolist() == pytest.approx(then, abs=1e-6)
-    assert set(output["importance_sampling_ratio"].unique().tolist()) == {1.0}
-    now = torch.cat([logprobs_under(state, rollout) for rollout in rollouts])
-    assert (now - torch.tensor(then)).abs().max() > 0.01  # they are others
 
 
 @needs_vllm

@@ -168,24 +168,6 @@ def test_each_score_reaches_its_turn_whatever_the_order_of_the_replies(judge, se
     assert grade_turns(judge, rollouts) == [[0.3, 0.8, None], [None], [], [1.0, 0.0]]
 
 
-def test_the_judge_sees_the_conversation_up_to_the_call(judge, server):
-    system = {"role": "system", "content": "You may search."}
-    rollout = [call("Rollo", "Rollo was a Viking."), call("Viking", "Vikings were seafarers."), final("Norway")]
-    grade_turns(judge, [rollout], [[system, *question()]])
-    first, second = sorted(server.prompts, key=len)
-    assert between(first, "call") == "< tool>Rollo< /tool>"
-    assert between(first, "conversation") == (
-        '<message role="system">\nYou may search.\n</message>\n'
-        '<message role="user">\nWhere was Rollo born?\n</message>'
-    )
-    assert between(second, "call") == "< tool>Viking< /tool>"
-    assert between(second, "conversation") == between(first, "conversation") + (
-        '\n<message role="assistant">\n< tool>Rollo< /tool>\n</message>'
-        '\n<message role="tool">\nRollo was a Viking.\n</message>'
-    )
-    assert "seafarers" not in first + second and "Norway" not in first + second
-
-
 def test_several_results_and_the_environments_own_words_are_of_the_conversation(judge, server):
     both = Turn(
         [1], None, "Both.", "stop", [ToolCall("search", {})] * 2, [ToolResult("a Viking"), ToolResult("a duke")]

@@ -15,9 +15,8 @@ import torch
 import vision_model
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid
+from trl.trainer.utils import add_fused_lm_head
 from vision_model import as_bytes, as_uri, expected_ids
 from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
@@ -47,7 +46,7 @@ from mt_grpo.recipe.checks import check_images
 from mt_grpo.rollout import Rollout
 from mt_grpo.training.batch import FURTHER_RECORDS
 from mt_grpo.training.policy_scores import scores_of_model
-from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, positions_of, take_shared_rows
+from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
 
 
@@ -339,60 +338,6 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
         assert all((together[name] - g).abs().max() < 1e-5 * largest for name, g in alone.items())
         if row.shown:
             assert any("visual" in name for name in together)
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_positions_of_padded_rows_with_later_images(family, tokenizer):
-    """By hand: an image of 2 x 3 tokens takes 3 positions, and what follows begins behind them, in its own row."""
-    wide, square = vision_model.read(tokenizer, (1, (84, 56)), (2, (56, 56)))
-    row = [8, 3, *6 * [wide.id], 4, 9, 3, *4 * [square.id], 4, 9]
-    other = [8, 3, *4 * [square.id], 4]
-    time = [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 8, 8, 8, 8, 10, 11]
-    height = [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 8, 9, 9, 10, 11]
-    width = [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10, 11]
-    expected = list(zip(time, height, width))
-    assert positions_of(row, 0, flat=False) == (expected, 12)
-    first, behind = positions_of(row[:10], 0, flat=False)  # as where a prompt ends and a completion begins
-    assert first + positions_of(row[10:], behind, flat=False)[0] == expected
-    short = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 2, 3), (2, 3, 2), (2, 3, 3), (4, 4, 4)]
-    assert positions_of(other, 0, flat=False) == (short, 5)
-    model = vision_model.make_model(tokenizer, family)
-    for left in (True, False):
-        for rows in ((row, other, [8, 9]), (other, row)):
-            side = "left" if left else "right"
-            ids = pad_sequence([torch.tensor(each) for each in rows], True, padding_side=side)
-            mask = pad_sequence([torch.ones(len(each), dtype=torch.long) for each in rows], True, padding_side=side)
-            ids, shown = inputs_of_rows(ids)
-            found, _ = model.model.get_rope_index(
-                ids,
-                mm_token_type_ids=shown["mm_token_type_ids"],
-                image_grid_thw=shown["image_grid_thw"],
-                attention_mask=mask,
-            )
-            for k, each in enumerate(rows):
-                own = expected if each is row else short if each is other else [(0, 0, 0), (1, 1, 1)]
-                assert found[:, k, mask[k].bool()].T.tolist() == [list(place) for place in own]
-
-
-def test_rows_in_any_order_and_split_keep_their_pixels(tokenizer):
-    """Rows with two images, none, one and three; in passes of their own, and as TRL splits what it gets."""
-    sizes = [(56, 56), (84, 56), (28, 28), (112, 28)]
-    shown = [tokenizer.pictures.read(vision_model.picture(k, size), "") for k, size in enumerate(sizes)]
-    own = [[shown[1], shown[0]], [], [shown[2]], [shown[3], shown[3], shown[1]]]
-    texts = ["".join(["a", *(mark_of(picture) + "b" for picture in shown_in)]) for shown_in in own]
-    ids = [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    rows = pad_sequence(ids, batch_first=True)
-    pixels = [[picture.features["pixel_values"] for picture in shown_in] for shown_in in own]
-    none = torch.empty(0, shown[0].features["pixel_values"].shape[1])
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 3], [2], [2, 2, 1, 0]):
-        ids, found = inputs_of_rows(rows[order])
-        assert found["num_images"] == [len(own[k]) for k in order]
-        split = split_pixel_values_by_grid({"input_ids": ids, **found})
-        for k, theirs in zip(order, split["pixel_values"]):
-            assert torch.equal(theirs, torch.cat([none, *pixels[k]]))
-        grids = [[[1, 2 * picture.grid[0], 2 * picture.grid[1]] for picture in own[k]] for k in order]
-        assert [grid.tolist() for grid in split["image_grid_thw"]] == grids
-    assert inputs_of_rows(rows[[1]])[1] == {}
 
 
 @pytest.mark.contract("images in rows", "images in results")

@@ -26,7 +26,6 @@ from mt_grpo.images.pictures import (
     readable,
     runs_of,
 )
-from mt_grpo.recipe.checks import check_images
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -134,16 +133,6 @@ def test_what_reset_shows(said, row, expected, tokenizer, ids_of):
     rollout, _ = play(tokenizer, game(said), [ANSWER], row)
     assert rollout.error is None and rollout.prompt_ids == ids_of(*turn("user", *shown), ASKS)
     assert pictures_in(rollout.prompt_ids) == [each for each in shown if not isinstance(each, str)]
-
-
-def test_a_row_without_a_prompt_whose_images_reset_places(tokenizer, ids_of):
-    one, two = vision_model.read(tokenizer, 3, 4)
-    row = {"prompt": [], "images": [image(3), image(4)]}
-    check_images(Rows([row]), "train", MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=game()))
-    rollout, _ = play(tokenizer, game([text("A: "), PLACE_PART, PLACE_PART]), [ANSWER], row, prompt=[])
-    assert rollout.prompt_ids == ids_of(*turn("user", "A: ", one, two), ASKS)
-    rollout, _ = play(tokenizer, game("Look."), [ANSWER], row, prompt=[])
-    assert rollout.prompt_ids == ids_of(*turn("user", one, two, "Look."), ASKS)
 
 
 @pytest.mark.parametrize(

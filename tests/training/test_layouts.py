@@ -14,8 +14,6 @@ from trl import GRPOTrainer
 
 from mt_grpo.base.errors import RunError
 from mt_grpo.training import layouts, shared_prompts
-from mt_grpo.training.layouts import dropout_of
-from mt_grpo.training.passes import PASSES
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 
@@ -256,15 +254,6 @@ def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_
     assert 0 < trainer.layout.begun.num_tokens <= 400
 
 
-def test_a_small_pass_reads_no_more_than_it_may(random_model, tmp_path):
-    settings = dict(loss_type="dapo", per_device_train_batch_size=16)
-    for layout in ("shared", "padded"):
-        trainer = batches.make_trainer(random_model, tmp_path / layout, layout, settings, max_tokens_per_pass=90)
-        trainer.train()
-        passes = [one for each in trainer._buffered_inputs for one in each[PASSES]]
-        assert len(passes) > 3 and max(one.num_tokens for one in passes) <= 90
-
-
 def test_an_evaluation_is_read_in_passes_too(random_model, tmp_path):
     """Its loss is that of TRL's rows."""
     losses = []
@@ -280,12 +269,3 @@ def test_an_evaluation_is_read_in_passes_too(random_model, tmp_path):
         torch.manual_seed(5)
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and abs(losses[0]) > 1e-8
-
-
-def test_each_dropout_is_found(random_model):
-    model = AutoModelForCausalLM.from_pretrained(random_model)
-    assert dropout_of(model) is None
-    model.model.layers[1].self_attn.attention_dropout = 0.1
-    assert dropout_of(model) == ("model.layers.1.self_attn", 0.1)
-    model.model.layers[0].mlp.drop = torch.nn.Dropout(0.25)
-    assert dropout_of(model) == ("model.layers.0.mlp.drop", 0.25)

@@ -135,8 +135,34 @@ def waits_for_threads(**kwargs):
         pool.submit(done.wait).result()
 
 
+def catches_everything(prompts, **kwargs):
+    """A bare `except` around each rollout: the interruption of one becomes its reward, and the next ones go on."""
+    rewards = []
+    for _ in prompts:
+        try:
+            FOREVER.wait() if not rewards else None
+            rewards.append(1.0)
+        except:  # noqa: E722
+            rewards.append(0.0)
+    return rewards
+
+
+def hidden(**kwargs):
+    """A decorator hides that it is async."""
+
+    async def never():
+        await asyncio.sleep(3600)
+
+    return never()
+
+
+async def blocks(**kwargs):
+    time.sleep(0.7)
+    return [1.0, 1.0]
+
+
 hangs: list = []
-HANGING = [computes, catches_exceptions, waits_for_a_process, waits_for_threads]
+HANGING = [computes, catches_exceptions, catches_everything, waits_for_a_process, waits_for_threads, hidden, blocks]
 
 
 @pytest.mark.parametrize("reward", HANGING, ids=lambda reward: reward.__name__)
@@ -161,23 +187,6 @@ def test_a_limit_may_be_longer_than_what_a_lock_can_wait():
         return [1.0, 2.0]
 
     assert scored(slow, timeout=1e30) == [[1.0, 2.0]]
-
-
-def catches_everything(prompts, **kwargs):
-    """A bare `except` around each rollout: the interruption of one becomes its reward, and the next ones go on."""
-    rewards = []
-    for _ in prompts:
-        try:
-            FOREVER.wait() if not rewards else None
-            rewards.append(1.0)
-        except:  # noqa: E722
-            rewards.append(0.0)
-    return rewards
-
-
-def test_what_a_reward_returns_behind_its_limit_is_no_reward():
-    with pytest.raises(RuntimeError, match="Reward catches_everything took longer"):
-        scored(catches_everything, timeout=0.2)
 
 
 HARD = """
@@ -259,17 +268,6 @@ def test_async_ones_wait_beside_the_others_and_values_keep_their_places():
     assert scored(local, asks, hidden) == [[1.0, 2.0], [3.0, 3.0], [3.0, 3.0]]
 
 
-def test_a_hidden_async_reward_has_the_same_limit():
-    async def never():
-        await asyncio.sleep(3600)
-
-    def hidden(**kwargs):
-        return never()
-
-    with pytest.raises(RuntimeError, match="Reward hidden took longer than reward_timeout=0.2 s"):
-        scored(hidden, timeout=0.2)
-
-
 def length(completions, target, **kwargs):
     return [-abs(len(text) - target) for text in completions]
 
@@ -302,22 +300,6 @@ def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them(caplo
     assert [inspect.iscoroutinefunction(func) for func in named] == [False, False, True, True, False]
     assert named_apart(named)[0] == named  # once is enough
     assert ["length_2" in message for message in caplog.messages] == [True]
-
-
-def test_rewards_of_one_name_are_told_apart_over_all_lists():
-    def a(**kwargs):
-        pass
-
-    def a_2(**kwargs):
-        pass
-
-    def copy_of_a(**kwargs):
-        pass
-
-    copy_of_a.__name__ = "a"
-    turn, outcome = named_apart([a, a_2], [copy_of_a, a])
-    assert [func.__name__ for func in turn + outcome] == ["a", "a_2", "a_3", "a_4"]
-    assert turn == [a, a_2] and a.__name__ == "a"
 
 
 def test_the_main_outcome_is_the_one_that_counts_most_also_against():
@@ -454,12 +436,3 @@ def test_an_alarm_that_a_reward_leaves_behind_ends_with_it():
 
     scored(reward)
     assert signal.getitimer(signal.ITIMER_REAL)[0] <= left and signal.getsignal(signal.SIGALRM) is before
-
-
-def test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends():
-    async def blocks(**kwargs):
-        time.sleep(0.7)
-        return [1.0, 1.0]
-
-    with pytest.raises(RuntimeError, match="Reward blocks took longer than reward_timeout=0.1 s"):
-        scored(blocks, timeout=0.1)

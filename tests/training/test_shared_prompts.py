@@ -173,14 +173,6 @@ def test_a_layer_that_mixes_tokens_is_found_while_its_weights_are_zero():
     assert "mixes tokens otherwise than by attention (model.layers.0.mlp.mixing" in why_not_in_model(model)
 
 
-def test_an_adapter_or_an_attention_that_cannot_share_says_why():
-    model = make(SHARES["llama"])
-    with_dropout = get_peft_model(make(SHARES["llama"]), LoraConfig(target_modules=["q_proj"], lora_dropout=0.05))
-    assert "lora_dropout has a dropout of 0.05" in why_not_in_model(with_dropout)
-    model.config._attn_implementation = "eager"
-    assert "its attention is 'eager'" in why_not_in_model(model)
-
-
 def test_what_records_begin_with_stands_once():
     """A system prompt of two groups, and a history that was edited behind its first turn.
 

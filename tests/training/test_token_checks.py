@@ -248,18 +248,6 @@ def test_the_history_is_rendered_anew_before_each_turn():
     assert rollout.new_tokens == sum(len(ids(turn)) for turn in turns) + 2 * len(ids(END_OF_TURN + read + opened))
 
 
-def test_thinking_stands_in_its_tags_in_a_history_that_is_rendered_anew():
-    """Qwen 3.8's template opens the thinking, and writes that of earlier turns from `reasoning_content` alone."""
-    template = Path(trl.__file__).parent / "chat_templates/qwen3_8.jinja"
-    tokenizer, said = make_tokenizer(template.read_text(encoding="utf-8")), call("echo", text="hi")
-    turns = [f"one\n</think>\n\n{said}", "two\n</think>\n\n<answer>5</answer>"]
-    rollouts, env = conversation(rendered_conversation(), turns, tokenizer)
-    read = tokenizer.decode(rollouts[0].records[1].prompt_ids).partition("<|im_start|>user\n?")[2]
-    opened = "<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    assert read == f"{opened}one\n</think>\n\n{said}<|im_end|>\n<|im_start|>user\n<result>\nhi\n</result>{opened}"
-    assert found_in(rollouts, env) == []
-
-
 END_OF_TURN = "<|im_end|>\n"
 
 
