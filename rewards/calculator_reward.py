@@ -105,10 +105,6 @@ def answer_given_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> l
     """Reward answering at all: 0.1 if the last turn answers, whatever it says.
 
     Range: 0.0 or 0.1. Never None.
-
-    >>> from mt_grpo.rollout import Turn
-    >>> answer_given_reward_func(rollout_turns=[[Turn([], None, "", "stop", answer="no idea")], []])
-    [0.1, 0.0]
     """
     return [0.0 if _answer(turns) is None else 0.1 for turns in rollout_turns]
 

@@ -1,37 +1,22 @@
 """Rewards for grade-school word problems (GSM8K) with a calculator tool.
 
-Recipe: `reward_fn: rewards/gsm8k_reward.py`. Dataset column: `answer`, the gold number as a string, or GSM8K's worked
-solution, whose gold number follows `####`.
+Recipe: `reward_fn: rewards/gsm8k_reward.py`. Dataset column: `answer`, the gold number, which may follow `####`.
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
-apply. Numbers are decimals, and a number of any length is compared exactly. This file imports nothing from the
-trainer: copy it and edit the copy.
+apply. Numbers are decimals, of any length, and compared exactly. Copy the file together with calculator_reward.py.
 """
 
 import re
 from decimal import Decimal
-from itertools import zip_longest
 from typing import Any
+
+from calculator_reward import _answer, tool_execution_reward_func
 
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 _LATEX = re.compile(r"\\text|\\(?=[$%])|[{}]")  # around what counts in 42\text{ apples}, \$42, 50\% and 1{,}800
 _SIGN = r"(-?\s*(?:[$€£]\s*)?|[$€£]\s*-)"
 _AMOUNT = re.compile(_SIGN + r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*[$€£%]*(.*)", re.DOTALL)
 _NO_UNITS = {"and", "or", "plus", "minus", "k", "hundred", "thousand", "million", "billion"}  # more of the number
-
-
-def _answer(turns: list[Any]) -> str | None:
-    """Return the answer of the last turn, None without an answer."""
-    return turns[-1].answer if turns else None
-
-
-def _results(turns: list[Any]) -> list[str | None]:
-    """Return one entry per attempted tool call: the text of its result, None if the call failed or got no result."""
-    texts = []
-    for call, result in (pair for turn in turns for pair in zip_longest(turn.calls, turn.results)):
-        failed = not (call and result) or call.error or result.error or result.text.lstrip().startswith("Error:")
-        texts.append(None if failed else result.text)
-    return texts
 
 
 def _number(text: str) -> Decimal | None:
@@ -67,30 +52,6 @@ def _gold(answer: Any) -> Decimal | None:
     return _number(str(answer).rpartition("####")[2])
 
 
-# --- Turn rewards ----------------------------------------------------------------------------------------------------
-
-
-def tool_execution_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
-    """Reward tool calls that run: 0.2 times the share of the attempted calls that succeeded, 0 without any call.
-
-    A malformed call, a call to an unknown tool, a tool that raised, timed out or answered `Error: ...` in its own
-    words, and a call that got no result are attempted but not successful.
-
-    Range: 0.0 to 0.2. Never None.
-
-    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
-    >>> calls, results = [ToolCall("calculator", {})] * 2, [ToolResult("24"), ToolResult("Error: busy")]
-    >>> half = Turn([], None, "", "stop", calls, results)
-    >>> tool_execution_reward_func(rollout_turns=[[half], []])
-    [0.1, 0.0]
-    """
-    ran = [[result is not None for result in _results(turns)] for turns in rollout_turns]
-    return [0.2 * (sum(calls) / len(calls)) if calls else 0.0 for calls in ran]
-
-
-# --- Outcome rewards -------------------------------------------------------------------------------------------------
-
-
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward the right answer: 1.0 if the last turn's answer is the gold number, written as `_number` takes it.
 
@@ -112,11 +73,6 @@ def answer_format_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> 
     """Reward an answer that is a number, right or wrong: 0.1 if `_number` reads it.
 
     Range: 0.0 or 0.1. Never None.
-
-    >>> from mt_grpo.rollout import Turn
-    >>> number, words = (Turn([], None, "", "stop", answer=text) for text in ("18 dollars", "eighteen dollars"))
-    >>> answer_format_reward_func(rollout_turns=[[number], [words], []])
-    [0.1, 0.0, 0.0]
     """
     return [0.0 if _number(_answer(turns) or "") is None else 0.1 for turns in rollout_turns]
 

@@ -1,7 +1,7 @@
 """Rewards for word problems (GSM8K) that are solved with Python programs, of which each has its own reward.
 
-Recipe: `reward_fn: rewards/program_reward.py`. Dataset column: `answer`, as gsm8k_reward.py reads it. The turn rewards
-are lists, one entry per turn. Needs: gsm8k_reward.py, whose outcome rewards these are, and squad_reward.py beside it.
+Recipe: `reward_fn: rewards/program_reward.py`. Dataset column: `answer`, as gsm8k_reward.py reads it. Needs beside it:
+gsm8k_reward.py, whose outcome rewards these are, calculator_reward.py and squad_reward.py.
 """
 
 import re

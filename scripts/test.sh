@@ -40,6 +40,7 @@ if [[ "${1:-}" == --all ]]; then
     "$python" -m venv runs/docs_env
     requirements='import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])'
     "$python" -c "$requirements" | xargs runs/docs_env/bin/python -m pip install --quiet --disable-pip-version-check
+    "$python" -m pip install --quiet --disable-pip-version-check -e '.[notebook]'
     NO_MKDOCS_2_WARNING=1 runs/docs_env/bin/mkdocs build --strict
 fi
 

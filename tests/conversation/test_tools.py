@@ -93,8 +93,8 @@ def test_calculator_value():
     [
         ("", "empty expression"), ("2 3", "syntax error at character 3"), ("\ud800", "cannot be read"),
         ("x + 1", "unknown name 'x'"), ("__import__('os').system('true')", "functions cannot be called"),
-        ("2(3 + 4)", "write products with *"), ("(1).__class__", "attribute '__class__' is not allowed"),
-        ("'a' * 9", "str 'a' is not a number"), ("1,000 + 1", "write 1000, not 1,000"),
+        ("2(3 + 4)", "write products with *"), ("(1).__class__", "Attribute is not allowed"),
+        ("'a' * 9", "Constant is not allowed"), ("1,000 + 1", "write 1000, not 1,000"),
         ("lambda: 1", "Lambda is not allowed"), ("2 ^ 3", r"use \*\* for powers"),
         ("(-8) ** 0.5", "not a real number"), ("50% + 20", "write 50 / 100 for 50%"),
         *((text, "^division by zero$") for text in ("1 / 0", "1 % 0", "1.5 // 0", "0 ** -1")),
