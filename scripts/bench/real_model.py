@@ -59,7 +59,6 @@ FIGURES = {  # label -> its value in what evaluate.evaluate returns
     "tool executed": lambda found: found["tool_executed"],
     "answer among the results": lambda found: found["result_found"],
     "exact match": lambda found: found["exact_match"],
-    "F1": lambda found: (f1 := found["rewards"]["outcome"].get("f1_reward_func")) and 2 * f1,
 }
 PERPLEXITIES = ("perplexity, articles", "perplexity, Python's documentation")
 COMPARED = ("answer among the results", "exact match")  # with tests, and shown by seed
@@ -76,10 +75,9 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     # Without a seed of its own each run's server would sample from the same state.
     with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
-        settings = {
-            "credit_assignment": method, "seed": seed, "max_steps": steps, "use_vllm": "true", "vllm_mode": "server",
-            "vllm_server_base_url": server.url, "vllm_importance_sampling_mode": "token_truncate",
-        }  # fmt: skip
+        settings = {"credit_assignment": method, "seed": seed, "max_steps": steps, "use_vllm": "true"}
+        settings |= {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        settings |= {"vllm_importance_sampling_mode": "token_truncate"}
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         logs = common.train(recipe, output, *words, *resume)
     seconds = time.perf_counter() - began
@@ -210,7 +208,7 @@ def tables(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
     shares = [f"{learned(of)} of {len(of)}" for of in methods.values()]
     lines.append(f"| seeds that learn | | {' | '.join(shares)} |")
     for how in ("sampled", "greedy"):
-        for label in [label for label in FIGURES if before["sampled"][label] is not None]:
+        for label in FIGURES:
             cells = [cell([run[how][label] for run in of]) for of in methods.values()]
             lines.append(f"| {label}, {how} | {cell([before[how][label]])} | {' | '.join(cells)} |")
     for label in PERPLEXITIES if PERPLEXITIES[0] in before else ():
