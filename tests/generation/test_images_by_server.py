@@ -4,8 +4,6 @@ import base64
 import copy
 import io
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import evaluate
 import pytest
@@ -205,47 +203,6 @@ def test_it_stops_at_a_text_behind_an_image_too(client):
     (ending,) = tokenizer("Z", add_special_tokens=False)["input_ids"]
     found = run_async(client.generate(prompt, 200, {"logit_bias": {str(ending): 6.0}, "stop": ["Z"]}))
     assert found.finish_reason == "stop" and found.token_ids.count(ending) == 1 and found.token_ids[-1] == ending
-
-
-def test_pushes_between_and_beside_requests_with_images(client, folder):
-    """The weights for images change; what a request reads in an image is of the weights that answer it."""
-    tokenizer, model = client.tokenizer, model_of(folder)
-    forbid(tokenizer.pictures, model)
-    prompts = [prompt_of(tokenizer, vision_model.picture(k), "Which digit?") for k in range(3)]
-
-    def change(amount):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "visual" in name:
-                    parameter.add_(amount * torch.randn_like(parameter))
-
-    async def ask(limit, **settings):
-        return await gather_all([client.generate(prompt, limit, settings) for prompt in prompts])
-
-    torch.manual_seed(0)
-    before = logprobs_of(model, prompts[0])
-    asked, post = threading.Event(), client._post
-
-    async def noted(*args):
-        asked.set()
-        return await post(*args)
-
-    client._post = noted
-    with ThreadPoolExecutor(1) as pool:
-        for version in range(3):
-            asked.clear()
-            running = pool.submit(lambda: run_async(ask(400, ignore_eos=True, stop=[])))
-            assert asked.wait(60)
-            change(0.1)
-            client.update_weights(iter(model.state_dict().items()), f"weights-{version}")
-            assert [len(found.token_ids) for found in running.result()] == 3 * [400]
-            for prompt, found in zip(prompts, run_async(ask(20))):
-                gap = (
-                    torch.tensor(found.logprobs)
-                    - logprobs_of(model, prompt + found.token_ids)[-len(found.token_ids) :]
-                )
-                assert gap.abs().max() < 2e-5
-    assert (logprobs_of(model, prompts[0]) - before).abs().max() > 0.1  # the change could be seen
 
 
 @pytest.mark.contract_server("images in rows", "images in results")

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from transformers import AutoTokenizer
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.integrations.agents import conversation as openai_agent, programs, server as agent_server
+from mt_grpo.integrations.agents.chains import Asked
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.integrations.agents.session import AgentSession
@@ -462,6 +464,16 @@ def test_an_answer_that_nobody_received_is_not_trained():
     assert [record.numbers for record in rollout.records] == [[0], [1, 2]]  # not behind what nobody has read
     assert [record.numbers for record in trained_records(rollout)] == [[1, 2]]
     assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
+
+
+def test_retries_of_equal_requests_join_different_ones():
+    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
+    equal = [Asked("x", range(k, k + 1), True, waiting=1) for k in range(2)]
+    session = types.SimpleNamespace(_asked=[Asked("y", range(2, 3), True, waiting=1), *equal])
+    joined = [AgentSession._asked_before(session, "x") for _ in range(4)]
+    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
+    equal[1].waiting = 0
+    assert AgentSession._asked_before(session, "x") is equal[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -71,34 +71,12 @@ class Trainer(SimpleNamespace):
         return SimpleNamespace(of_epoch=lambda number: [n for n in range(12) for _ in range(2)])
 
 
-def test_what_a_lost_server_leaves_starts_over_and_is_closed():
-    trainer = Trainer(num_ranks=2, rank=1, lost=[(1,)])
-    trainer.in_flight._waited = 50.0  # before it took what is complete
-    rollouts, metrics = trainer.in_flight.complete(ROWS[:2])
-    assert trainer.started == [[0, 1], [1]] and [rollout.index for rollout in rollouts] == [2, 3]
-    assert [rollout.index for rollout in trainer.closed] == [3] and trainer.closed[0] is not rollouts[1]
-    assert (metrics["rollout/restarted"], metrics["rollout/retries"], trainer.llm.retries) == (1, 4, 0)
-    assert 51.0 > metrics["rollout/wait_seconds"] > 50.0 and trainer.in_flight._waited == 0.0
-    assert trainer.num_pushes == 2 and not trainer.weight_sync.doubted  # another server holds the weights
-
-
 def test_without_another_server_weights_are_pushed_again_and_not_for_ever():
     trainer = Trainer(lost=[(0,)] * 3)
     trainer.llm.joined = []
     with pytest.raises(RunError, match="restarted 3 times during one batch"):
         trainer.in_flight.complete(ROWS[:2])
     assert trainer.weight_sync.doubted and trainer.started == [[0, 1], [0], [0]]
-
-
-def test_an_evaluation_gets_the_newest_weights_and_conversations_of_its_own():
-    trainer = Trainer()
-    trainer.in_flight.complete(trainer.in_flight.rows_of_step(rows(0, 1)))
-    trainer.in_flight.start_next()
-    ahead, num_pushes = list(trainer.in_flight.groups), trainer.num_pushes
-    trainer.model.training = False
-    trainer.in_flight.complete(trainer.in_flight.rows_of_step(ROWS[7:8]))
-    assert trainer.num_pushes == num_pushes + 1 and trainer.started[-1] == [7]
-    assert list(trainer.in_flight.groups) == ahead and len(ahead) == 4
 
 
 @pytest.mark.parametrize("late_groups", ["wait", "admit"])
@@ -116,25 +94,6 @@ def test_nothing_is_begun_that_would_not_be_trained(steps_left, step, begun, lat
     trainer.in_flight.complete(rows(0, 1))
     trainer.in_flight.start_next()
     assert trainer.started == [[n, n] for n in range(begun)]
-
-
-def test_wait_takes_the_oldest_groups_and_admit_the_complete_ones():
-    for late_groups, taken in (("wait", None), ("admit", (1, 2))):
-        trainer = Trainer(late_groups=late_groups)
-        flight = trainer.in_flight
-        flight.prompts = Prompts(lambda number: list(range(12)), 0, 0)
-        flight.groups.extend(GroupInFlight(n, ROWS[n], (2,), [Over(rows(n), (0, 1))]) for n in range(4))
-        flight.groups[0].batches[0].is_over = False
-        if taken is None:
-            trainer._stop_signal = 15  # which ends the wait for the first group
-            trainer._stop_if_asked = lambda: (_ for _ in ()).throw(RunStopped(15))
-            with pytest.raises(RunStopped):
-                flight.rows_of_step(rows(0, 1))
-        else:
-            assert flight.rows_of_step(rows(0, 1)) == rows(*taken) and list(flight._batch_prompts.values()) == list(
-                taken
-            )
-            assert [group.prompt for group in flight.groups][:2] == [0, 3]
 
 
 def test_what_a_checkpoint_holds():

@@ -352,6 +352,14 @@ def test_the_best_answer_before_and_after_is_what_gains():
     ]
 
 
+def test_a_passage_gains_once():
+    """Also where the second call's context does not hold the first one's results any more."""
+    turns = [searched("capital", "It is Paris.", 100), searched("France", "It is Paris.", 100)]
+    given = {"turn_contexts": [[[8], [8]]], "policy": Told(), "answer": ["Paris"]}
+    [[first, second]] = gain.information_gain_reward_func([turns], **given)
+    assert first > 0.2 and second == 0.0
+
+
 def test_a_useless_result_costs_what_it_hides(monkeypatch):
     class Hides(Told):
         def logprobs(self, contexts, continuations):

@@ -41,22 +41,6 @@ def test_without_outcome_functions_the_outcome_is_0():
     assert (outcome.tolist(), turn.tolist()) == ([0.0], [[1.0]])
 
 
-def test_a_function_of_weight_0_counts_no_more_than_none():
-    """It is only logged. 0 times its numbers would be the reward 0 where the others give None, and 0 is compared."""
-    match, form = [1.0, 0.0, NAN, NAN], [1.0, 1.0, 1.0, NAN]
-    paid, logged = [[0.5, NAN], [NAN, 0.25], [NAN, NAN], [NAN, NAN]], [[1.0, 1.0]] * 4
-    whole = torch.tensor([[NAN, 9.0, a, b] for a, b in zip(match, form)])
-    per_turn = torch.tensor([[list(pair) for pair in zip(*rows)] for rows in zip(paid, logged)])
-    found = weighted_rewards(whole, per_turn, torch.tensor([2.0, 0.0, 3.0, 0.0]))
-    alone = weighted_rewards(whole[:, [0, 2]], per_turn[:, :, :1], torch.tensor([2.0, 3.0]))
-    expected = [3.0, 0.0, NAN, NAN], [NAN] * 4, [[1.0, NAN], [NAN, 0.5], [NAN, NAN], [NAN, NAN]]
-    for one, other, by_hand in zip(found, alone, expected, strict=True):
-        assert_close(one, torch.tensor(by_hand), equal_nan=True)
-        assert_close(other, one, equal_nan=True)
-    outcome, _, turn = weighted_rewards(whole, per_turn, torch.tensor([2.0, 0.0, 0.0, 0.0]))
-    assert outcome.tolist() == [0.0] * 4 and turn[0, 0] == 1.0  # as without any outcome function
-
-
 @pytest.mark.parametrize(
     "turn, rollout_turn, says",
     [([0.6e18, 0.6e18], NAN, "add up to 1.2e"), ([NAN, NAN], 2e18, "add up to 2e")],
