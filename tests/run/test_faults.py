@@ -148,7 +148,7 @@ def test_a_fault_that_passes_costs_a_retry(proxy, client, faults):
     """Requests that fail once are sent again, are counted, and leave nothing in the records."""
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
                            max_turn_tokens=48, max_model_len=CONTEXT)  # fmt: skip
-    client.request_timeout = 4.0 if faults == SILENCE else 60.0
+    client.request_timeout = 4.0 if faults == SILENCE else 600.0  # its first answer comes late on a busy machine
     for fault in faults:
         client.retries = 0
         proxy.faults = first(3, fault, COMPLETIONS)
