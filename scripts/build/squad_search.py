@@ -48,6 +48,8 @@ def split_of(question: str) -> str:
 def from_folder(folder: Path) -> tuple[list[Row], list[Row]]:
     """(passages, questions) of a folder with `corpus.jsonl` and `qa.jsonl`. Raises `ValueError`."""
     passages = list(map(json.loads, json_lines(folder / "corpus.jsonl", None)))
+    if not all({"id", "title", "text"} <= row.keys() for row in passages):
+        raise ValueError(f"{folder / 'corpus.jsonl'}: expected rows with id, title and text.")
     questions = [
         {"question": row["question"], "answer": row["answer"], **({"passage": row["id"]} if "id" in row else {})}
         for row in map(json.loads, json_lines(folder / "qa.jsonl", None))
@@ -113,10 +115,13 @@ def main(argv: list[str] | None = None) -> None:
         passages, questions = from_hub() if args.source is None else from_folder(args.source)
         if args.titles is not None:
             passages, questions = of_titles(passages, questions, args.titles)
+        if not questions:
+            raise ValueError("There is no question. Expected at least one.")
         if args.sentences is not None and args.sentences < 1:
             raise ValueError(f"--sentences is {args.sentences}, expected 1 or more.")
     except (ValueError, OSError, KeyError) as error:  # a row without one of its keys
-        sys.exit(f"error: {error}")
+        missing = "expected question and answer in each row of qa.jsonl, without "
+        sys.exit(f"error: {missing if isinstance(error, KeyError) else ''}{error}")
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
     def write(name: str, rows: list[Row]) -> None:

@@ -13,6 +13,9 @@ def table_line(row: dict[str, Any]) -> dict[str, Any]:
     turns, messages = (row.get("turns"), row.get("messages")) if isinstance(row, dict) else (None, None)
     if not isinstance(turns, list) or not isinstance(messages, list) or not all(isinstance(t, dict) for t in turns):
         raise ValueError("expected turns and messages")
+    whole = ("rank", "step", "index", "num_tokens", "policy_version", "batch_size")
+    if not all(isinstance(row.get(k, 0), int) for k in whole) or not isinstance(row.get("num_prompt_messages"), int):
+        raise ValueError("expected whole numbers")
     results = [result for turn in turns for result in turn.get("results") or []]
     errors = [result.get("error") for result in results] + (["rollout"] if row.get("error") else [])
     rewards = {clean(name): number_or_none(value) for name, value in (row.get("rewards") or {}).items()}

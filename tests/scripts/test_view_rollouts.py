@@ -252,6 +252,9 @@ HOSTILE = {  # what a row has, and what the table makes of it: columns that it m
         changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}),
         {"reward": None, "rewards": {"a": None, "b": 0.5}},
     ),
+    **{f"{key} {value}": (changed(**{key: value}), None) for key in ("step", "batch_size", "num_tokens", "index")
+       for value in (None, "3", float("nan"))},
+    "no number of prompt messages": (changed(num_prompt_messages=None), None),
     "a message with an image": (
         changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}],
                 num_prompt_messages=1),
