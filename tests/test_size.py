@@ -26,7 +26,7 @@ CEILINGS = {
     "script and package": 21682,
     "scripts": 8873,
     "tools and rewards": 2843,
-    "tests": 39612,
+    "tests": 39614,
     "docs": 3999,
     "recipes": 2566,
     "root": 437,
