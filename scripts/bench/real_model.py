@@ -201,7 +201,7 @@ def section(results: dict[str, Any]) -> str:
 
 
 def tables(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
-    """The lines of a task."""
+    """The table, the tests and the costs of one task, as lines."""
     methods = {name: [run for run in runs if run["method"] == name] for name in METHODS}
     methods = {name: of for name, of in methods.items() if of}
     lines = [f"| | before |{''.join(f' `{name}` |' for name in methods)}", "|---|---|" + "---|" * len(methods)]
@@ -239,7 +239,7 @@ def compared(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def costs(runs: list[dict[str, Any]]) -> str:
-    """What was run, in how many minutes, and by which commits."""
+    """The steps, tokens and minutes of the runs, the machines and the commits, as a sentence."""
     minutes, tokens = [row["seconds"] / 60 for row in runs if row["seconds"]], [row["num_tokens"] for row in runs]
     machines = {f"{run['machine']['cores']} cores ({run['machine']['cpu']})": None for run in runs}
     return (
@@ -261,12 +261,8 @@ def span(values: list[float]) -> str:
 def plot(results: dict[str, Any], path: Path) -> None:
     """A panel for each task (down) and method (across), a line for each seed, means of five steps."""
     tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
-    shape = {
-        "figsize": (2.9 * len(METHODS), 2.3 * len(tasks) + 0.3),
-        "squeeze": False,
-        "sharex": "row",
-        "sharey": "row",
-    }
+    size = (2.9 * len(METHODS), 2.3 * len(tasks) + 0.3)
+    shape = {"figsize": size, "squeeze": False, "sharex": "row", "sharey": "row"}
     figure, axes = common.pyplot().subplots(len(tasks), len(METHODS), **shape)
     for down, task in enumerate(tasks):
         for axis, method, colour in zip(axes[down], METHODS, ("#777777", "#E69F00", "#0072B2"), strict=True):

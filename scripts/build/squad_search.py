@@ -119,9 +119,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("There is no question. Expected at least one.")
         if args.sentences is not None and args.sentences < 1:
             raise ValueError(f"--sentences is {args.sentences}, expected 1 or more.")
-    except (ValueError, OSError, KeyError) as error:  # a row without one of its keys
-        missing = "expected question and answer in each row of qa.jsonl, without "
-        sys.exit(f"error: {missing if isinstance(error, KeyError) else ''}{error}")
+    except (ValueError, OSError, KeyError) as error:
+        sys.exit(f"error: {'a row of the questions has no ' if isinstance(error, KeyError) else ''}{error}")
     args.output_dir.mkdir(parents=True, exist_ok=True)
 
     def write(name: str, rows: list[Row]) -> None:

@@ -2,7 +2,7 @@
 
 
 def right_call(rollout_turns, weight, answer, **kwargs):
-    """Per turn: 0.2 for the first right weight, 0.4 for the first right postage behind it, 0 for other calls."""
+    """Per turn: 0.2 for the first right weight, 0.4 for the first right postage after it, 0 for other calls."""
     rewards = []
     for turns, *expected in zip(rollout_turns, weight, answer):
         values, pays = iter(expected), iter((0.2, 0.4))
