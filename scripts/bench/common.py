@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import signal
 import socket
@@ -25,9 +26,11 @@ Results = dict[str, Any]
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """One below those that the system gives to outgoing connections, which could take it before it is used."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", random.SystemRandom().randrange(20000, 32768)))
+            return s.getsockname()[1]
 
 
 def end_with_parent(by: int = signal.SIGTERM) -> None:

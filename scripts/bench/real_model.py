@@ -106,11 +106,9 @@ def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]
     with VLLMServer(model, *SERVER, env=SERVER_ENV) as server:
         for how in ("sampled", "greedy"):
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
-            settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128}
+            settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128, "greedy": how == "greedy"}
             try:
-                found = evaluate.evaluate(
-                    client, TASKS[task]["recipe"], num_problems, greedy=how == "greedy", **settings
-                )
+                found = evaluate.evaluate(client, TASKS[task]["recipe"], num_problems, **settings)
             finally:
                 client.close()
             row[how] = {label: figure(found) for label, figure in FIGURES.items()}
@@ -162,9 +160,7 @@ def run_all(options: argparse.Namespace) -> None:
             row = run(**name, num_problems=problems)
             results = results_in(options.results)
             results["runs"].append(row)
-            results["runs"].sort(
-                key=lambda row: (row["task"], METHODS.index(row["method"]), row["seed"], row["steps"])
-            )
+            results["runs"].sort(key=lambda r: (r["task"], METHODS.index(r["method"]), r["seed"], r["steps"]))
             write_json(options.results, results)
             figures = ", ".join(f"{label} {row['sampled'][label]:.2f}" for label in COMPARED)
             print(f"{task}, {method}, seed {seed}: {figures}, {row['seconds'] or math.nan:.0f} s", flush=True)

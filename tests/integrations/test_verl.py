@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 import vision_model
+from bench.common import free_port
 from conftest import data_file
 from datasets import Dataset
 from scripted import CHATML_TOKENIZER, Scripted, call, ids
@@ -612,12 +612,6 @@ def search_server(tmp_path_factory):
     finally:
         process.terminate()
         process.wait(timeout=30)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def asked(url, **body):

@@ -41,7 +41,7 @@ from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.parse import OF_TRL, known_keys, read_recipe
-from mt_grpo.recipe.plugins import import_file
+from mt_grpo.recipe.plugins import import_file, module_name
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.training.rewards import weights_of
@@ -268,6 +268,14 @@ def yaml_of_tool(trainer):
     return str(path.relative_to(ROOT))
 
 
+def file_of_rewards(trainer):
+    """The file whose lists have the functions, some of which may be of a file that it imports."""
+    for path in [*ROOT.glob("rewards/*.py"), *ROOT.glob("hf_recipes/**/*.py")]:
+        if module := sys.modules.get(module_name(str(path), "reward_fn")):
+            if {*module.TURN_REWARD_FUNCS, *module.OUTCOME_REWARD_FUNCS} <= {*trainer.reward_funcs}:
+                return str(path.relative_to(ROOT))
+
+
 def json_of_server(trainer):
     """The file that has the server of the trainer's tool."""
     path = f"tools/mcp/{mcp_servers.servers_to_close[-1].name}.json"
@@ -280,7 +288,7 @@ READ_BACK = {
     "tools_config_file": yaml_of_tool,
     "mcp_config_file": json_of_server,
     "tools_script": lambda t: source_of(next(iter(t.env.tools.values()), t.env.environments and class_of(t).reset)),
-    "reward_fn": lambda t: source_of(t.reward_funcs[0]),
+    "reward_fn": file_of_rewards,
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
     "prompt_examples": lambda t: next(
         str(path.relative_to(ROOT))
@@ -476,14 +484,10 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
     tests = ["eval"] * 8 * original.get("eval_on_start", False)  # and at the end
     assert modes == [*tests, *["train"] * min(16, original["num_generations"]), *tests]
     assert len(trainer.train_dataset) == 8
-    kind = trainer.model.config.model_type
-    assert (
-        kind == (family_of(original["model_name_or_path"]) or kind)
-        and trainer.model.config.get_text_config().num_hidden_layers == 2
-    )
-    check_read_back(
-        trainer, {k: v for k, v in original.items() if k not in REPLACED and k not in VLLM_KEYS}, READ_BACK
-    )
+    config = trainer.model.config
+    assert config.model_type == (family_of(original["model_name_or_path"]) or config.model_type)
+    assert config.get_text_config().num_hidden_layers == 2
+    check_read_back(trainer, {k: original[k] for k in original.keys() - REPLACED - VLLM_KEYS}, READ_BACK)
     for variable, value in recipe["env"].items():
         assert os.environ[variable] == str(value)
     if "wiki_search" in trainer.env.tools:

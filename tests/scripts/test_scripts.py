@@ -678,10 +678,12 @@ class Launch:
         )  # fmt: skip
 
     def wait_for(self, text):
+        printed = []
         for line in self.process.stdout:
             if text in line:
                 return
-        raise AssertionError(f"train.sh ended without saying {text!r}")
+            printed.append(line)
+        raise AssertionError(f"train.sh ended without saying {text!r}: {printed}")
 
     def living(self):
         """Processes that this launch left: all inherit a mark in their environment."""
