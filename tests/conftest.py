@@ -14,7 +14,6 @@ import torch
 import trl
 import warm_python
 from browser import browser, open_page  # noqa: F401  fixtures of all files that drive a browser
-from real_programs import packages, python  # noqa: F401  fixtures of all files that run real programs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
