@@ -122,6 +122,33 @@ class Scripted:
         return Generation(list(request.sampled), request.logprobs, ended, hash_of_ids(request.prompt))
 
 
+class ScriptedTexts:
+    """Writes these texts in each conversation, with an end of turn, and the last one again and again.
+
+    A text in a tuple ends without an end of turn; an error is raised. The j-th token of a turn has logprob -j / 64.
+    `asked` has what each request read and what was sampled.
+    """
+
+    def __init__(self, *turns, tokenizer, max_model_len=1024, seconds=0.0):
+        self.turns, self.tokenizer, self.max_model_len, self.seconds = turns, tokenizer, max_model_len, seconds
+        self.asked, self.params, self.began, self.places = [], [], 0, {}
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        self.began += 1
+        place = self.places[index] = self.places.get(index, -1) + 1
+        turn = self.turns[min(place, len(self.turns) - 1)]
+        await asyncio.sleep(self.seconds)
+        if isinstance(turn, Exception):
+            raise turn
+        text, end = (turn, [self.tokenizer.eos_token_id]) if isinstance(turn, str) else (turn[0], [])
+        whole = self.tokenizer(text, add_special_tokens=False)["input_ids"] + end
+        sampled = whole[:max_tokens]
+        self.asked.append((list(prompt_ids), sampled))
+        self.params.append(sampling_params)
+        logprobs = [-j / 64 for j in range(len(sampled))]
+        return Generation(sampled, logprobs, "stop" if sampled == whole and end else "length")
+
+
 def of_turns(requests: list[Request]) -> list[Request]:
     """One request per turn: one that stopped inside the model's thinking was followed by another for the same turn."""
     merged = []

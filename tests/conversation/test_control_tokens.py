@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import json
 import random
 import re
@@ -10,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+from scripted import ScriptedTexts
 from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
@@ -22,7 +22,7 @@ from mt_grpo.conversation.formats.control_tokens import (
     token_pattern,
 )
 from mt_grpo.conversation.tools.signature import as_tool, named_tools
-from mt_grpo.rollout import Generation, Origin, Reply, StopReason, ToolCall, ToolResult
+from mt_grpo.rollout import Origin, Reply, StopReason, ToolCall, ToolResult
 from mt_grpo_trainer import MultiTurnToolEnv
 
 ROOT = Path(__file__).parents[2]
@@ -148,19 +148,6 @@ def test_a_role_is_no_way_in():
     assert read == {"role": "user< |im_end|>", "content": "x"}
 
 
-class Says:
-    """A backend that says its texts one after another."""
-
-    max_model_len = None
-
-    def __init__(self, tokenizer, *texts):
-        self.tokenizer, self.texts = tokenizer, itertools.chain(texts, itertools.repeat("ok"))
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        ids = self.tokenizer(next(self.texts), add_special_tokens=False)["input_ids"]
-        return Generation([*ids, self.tokenizer.eos_token_id], None, "stop")
-
-
 def attack_of(name):
     """All control tokens of a tokenizer, and what opens a turn in ChatML."""
     tokens = [*in_vocabulary(name, MESSAGE_TOKENS[name]), *in_vocabulary(name, INSIDE[name])]
@@ -174,6 +161,13 @@ def env_of(name, tools=(), **settings):
         list(tools), system, 3, tokenizer=tokenizer_of(name), tool_format=FORMATS.get(name, "native"),
         max_completion_length=100_000, max_tool_response_tokens=5000, **settings,
     )  # fmt: skip
+
+
+def play(name, environment, rows=({},), prompts=None):
+    """The rollouts of a policy that says "ok"."""
+    backend = ScriptedTexts("ok", tokenizer=tokenizer_of(name), max_model_len=None)
+    prompts = prompts or ["?"] * len(rows)
+    return env_of(name, environment=environment).generate(prompts, backend, rows=list(rows))["rollouts"]
 
 
 def control_ids(name, ids):
@@ -221,53 +215,38 @@ def test_a_name_that_holds_a_control_token_is_refused(name, where):
         env_of(name, [tool]).start(["?"])
 
 
-def outside(attack):
-    """Environments that say an attack in every way that there is."""
-    parts = [{"type": "text", "text": attack[:9]}, {"type": "text", "text": attack[9:]}]
-
-    class Text:
-        def reset(self, **row):
-            return attack
-
-        def respond(self, rollout, turn):
-            return Reply(messages=[{"role": "user", "content": attack}]) if len(rollout.turns) == 1 else None
-
-    class Parts(Text):
-        def reset(self, **row):
-            return parts
-
-        def respond(self, rollout, turn):
-            return Reply(messages=[{"role": "user", "content": parts}]) if len(rollout.turns) == 1 else None
-
-    class Messages(Text):
-        def reset(self, **row):
-            return [{"role": "user", "content": parts}]
-
-        def respond(self, rollout, turn):
-            said = [*rollout.history, {"role": "user", "content": parts}]
-            return {"history": said} if len(rollout.turns) == 1 else None
-
-    class Continued(Text):
-        def respond(self, rollout, turn):
-            return Reply(continuation=attack) if len(rollout.turns) == 1 else None
-
-    return Text, Parts, Messages, Continued
+def outside(text):
+    """What environments say at first, and what they reply: a text in every way that there is."""
+    parts = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
+    said, in_parts = [{"role": "user", "content": text}], [{"role": "user", "content": parts}]
+    return {
+        "text": (text, lambda history: Reply(messages=said)),
+        "parts": (parts, lambda history: Reply(messages=in_parts)),
+        "messages": (in_parts, lambda history: {"history": [*history, *in_parts]}),
+        "continuation": (text, lambda history: Reply(continuation=text)),
+    }
 
 
 @EVERY
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("kind", outside(""))
 def test_what_an_environment_says_is_text(name, kind):
     ids = []
     for text in ("Sunny. forged", attack_of(name)):
-        env = env_of(name, environment=outside(text)[kind])
-        out = env.generate([[{"role": "user", "content": "Play. "}]], Says(tokenizer_of(name)), rows=[{}])
-        (rollout,) = out["rollouts"]
+        first, reply = outside(text)[kind]
+
+        class Says:
+            reset = lambda self, first=first, **row: first  # noqa: E731
+
+            def respond(self, rollout, turn, reply=reply):
+                return reply(rollout.history) if len(rollout.turns) == 1 else None
+
+        (rollout,) = play(name, Says, prompts=[[{"role": "user", "content": "Play. "}]])
         assert rollout.error is None and len(rollout.turns) == 2
         ids.append([record.prompt_ids + record.completion_ids for record in rollout.records])
     plain, attacked = ([control_ids(name, part) for part in each] for each in ids)
     assert plain == attacked
-    assert all("forged" in tokenizer_of(name).decode(part) for part in ids[1])
-    assert all("'type'" not in tokenizer_of(name).decode(part) for part in ids[1])  # no form of Python's
+    shown = [tokenizer_of(name).decode(part) for part in ids[1]]
+    assert all("forged" in text and "'type'" not in text for text in shown)  # no form of Python's
 
 
 @EVERY
@@ -283,8 +262,7 @@ def test_what_a_tool_returns_is_text(name):
     assert "forged" in shown and shown.count("</result>") == (FORMATS.get(name) == "xml")
 
 
-@pytest.mark.parametrize("content", [None, 5, 1.5, True, {"text": "x"}, b"x", [{"type": "image", "image": "x"}],
-                                     [{"type": "text", "text": None}], [5]])  # fmt: skip
+@pytest.mark.parametrize("content", [None, {"text": "x"}, [{"type": "image", "image": "x"}], [5]])  # fmt: skip
 @pytest.mark.parametrize("way, name", [("messages", "calculator-hermes-model"), ("history", "calculator-model"),
                                        ("reset", "calculator-hermes-model")])  # fmt: skip
 def test_content_that_is_no_text_ends_its_rollout(content, way, name):
@@ -300,9 +278,7 @@ def test_content_that_is_no_text_ends_its_rollout(content, way, name):
             return {way: said} if self.bad and way != "reset" else None
 
     rows = [{"bad": True}, {"bad": False}]
-    broken, well = env_of(name, environment=Broken).generate(["?", "?"], Says(tokenizer_of(name)), rows=rows)[
-        "rollouts"
-    ]
+    broken, well = play(name, Broken, rows)
     assert broken.stop_reason == StopReason.ENVIRONMENT_ERROR and well.error is None
     assert "expected text" in str(broken.error).lower()
 
@@ -316,7 +292,7 @@ def test_a_message_that_only_calls_may_say_nothing():
             return [*said, {"role": "tool", "name": "find", "tool_call_id": "call00000", "content": "7"}]
 
     name = "calculator-hermes-model"
-    (rollout,) = env_of(name, environment=Shown).generate(["?"], Says(tokenizer_of(name)), rows=[{}])["rollouts"]
+    (rollout,) = play(name, Shown)
     assert rollout.error is None and "None" not in tokenizer_of(name).decode(rollout.prompt_ids)
 
 
@@ -347,13 +323,10 @@ def test_text_of_a_row_and_of_a_reset_make_no_token_together(token):
     for cut in range(1, len(token)):
         rows = [{"prompt": [{"role": "user", "content": f"<think>{token[:cut]}"}], "behind": f"{token[cut:]} x"},
                 {"prompt": [{"role": "user", "content": "Play <think>, "}], "behind": "then."}]  # fmt: skip
-        env = env_of(name, environment=Half)
-        halves, plain = env.generate([row["prompt"] for row in rows], Says(tokenizer_of(name)), rows=rows)["rollouts"]
+        halves, plain = play(name, Half, rows, [row["prompt"] for row in rows])
         assert halves.first_messages[-1]["content"].replace(" ", "") == f"<think>{token}x"
-        assert (
-            halves.first_messages[-1]["content"].startswith("<think>")
-            and token not in (halves.first_messages[-1]["content"][len("<think>") :])
-        )
+        said = halves.first_messages[-1]["content"]
+        assert said.startswith("<think>") and token not in said.removeprefix("<think>")
         assert plain.first_messages[-1]["content"] == "Play <think>, then."
 
 

@@ -1,8 +1,8 @@
 """Schedulers of ms-swift, run against a scripted policy, whose ids can be written by hand."""
 
-import asyncio
 from pathlib import Path
 
+from scripted import ScriptedTexts
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -12,7 +12,6 @@ from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation, Sc
 from mt_grpo.integrations.ms_swift.loss import loss_scale_map, read_loss_scale
 from mt_grpo.integrations.ms_swift.protocol import RolloutInferRequest
 from mt_grpo.integrations.ms_swift.schedulers import MultiTurnScheduler
-from mt_grpo.rollout import Generation
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = ROOT / "../shared/data/plugins/ms_swift"
@@ -23,25 +22,8 @@ NEXT = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 paths.install()
 
 
-class Scripted:
-    """Writes these texts, each with an end of turn; notes what it read and wrote. A pair is truncated at its end."""
-
-    def __init__(self, *turns, max_model_len=1024, tokenizer=TOKENIZER):
-        self.turns, self.max_model_len, self.tokenizer = turns, max_model_len, tokenizer
-        self.asked, self.params = [], []
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        turn = self.turns[min(len(self.asked), len(self.turns) - 1)]
-        await asyncio.sleep(0)
-        if isinstance(turn, Exception):
-            raise turn
-        text, end = (turn, [self.tokenizer.eos_token_id]) if isinstance(turn, str) else (turn[0], [])
-        whole = self.tokenizer(text, add_special_tokens=False)["input_ids"] + end
-        sampled = whole[:max_tokens]
-        self.asked.append((list(prompt_ids), sampled))
-        self.params.append(sampling_params)
-        logprobs = [-k / 64 for k in range(len(sampled))]
-        return Generation(sampled, logprobs, "stop" if sampled == whole and end else "length")
+def scripted(*turns, **settings):
+    return ScriptedTexts(*turns, **{"tokenizer": TOKENIZER, **settings})
 
 
 def ids(text):
@@ -93,7 +75,7 @@ def converse(env, llm, row=None):
 
 def run(cls, *turns, row=None, llm=None, tokenizer=TOKENIZER, **settings):
     """(the rollout, the policy) of one conversation. Raises what failed, and if a record is not what was read."""
-    llm = llm or Scripted(*turns, tokenizer=tokenizer)
+    llm = llm or ScriptedTexts(*turns, tokenizer=tokenizer)
     rollout = converse(conversations(cls, tokenizer=tokenizer, **settings), llm, row)
     if rollout.error is not None:
         raise rollout.error

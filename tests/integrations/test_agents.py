@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,16 +16,16 @@ import psutil
 import pytest
 import warm_python
 from processes import alive, ends
+from scripted import ScriptedTexts
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.integrations.agents import conversation as openai_agent, programs, server as agent_server
-from mt_grpo.integrations.agents.chains import Asked
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.integrations.agents.session import AgentSession
-from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.rollout import StopReason
 from mt_grpo.training.batch import is_cut_off, trained_records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,26 +41,8 @@ ADD = {
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>'
 
 
-class Scripted:
-    """Writes these turns, each with an end of turn; notes what it read and wrote."""
-
-    max_model_len = 1024
-
-    def __init__(self, *turns, seconds=0.0, tokenizer=TOKENIZER):
-        self.turns, self.seconds, self.tokenizer = list(turns), seconds, tokenizer
-        self.asked, self.params, self.began = [], [], 0
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        self.began += 1
-        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
-        await asyncio.sleep(self.seconds)
-        if isinstance(turn, Exception):
-            raise turn
-        whole = [*self.tokenizer(turn, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        sampled = whole[:max_tokens]
-        self.asked.append((list(prompt_ids), sampled))
-        self.params.append(sampling_params)
-        return Generation(sampled, [-0.5] * len(sampled), "stop" if sampled == whole else "length")
+def scripted(*turns, **settings):
+    return ScriptedTexts(*turns, **{"tokenizer": TOKENIZER, **settings})
 
 
 def ids(text):
@@ -75,7 +56,7 @@ def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, 
     settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400, **settings}
     cls = agent_conversation(mt.MultiTurnToolEnv, program, timeout, max_model_calls)
     env = cls([], None, environment=agent_environment(program), **settings)
-    llm = llm or Scripted(*turns, seconds=seconds)
+    llm = llm or scripted(*turns, seconds=seconds)
     row = {"question": "What?", **(row or {})}
     (rollout,) = env.start([[]], rows=[row])
     try:
@@ -135,7 +116,8 @@ def test_a_conversation_token_for_token():
     assert rollout.completion_ids == call + end + ids(suffix) + answer + end
     assert rollout.loss_mask == [1] * (len(call) + 1) + [0] * len(ids(suffix)) + [1] * (len(answer) + 1)
     assert rollout.turn_ids == [0] * (len(call) + 1) + [-1] * len(ids(suffix)) + [1] * (len(answer) + 1)
-    assert rollout.logprobs == [-0.5] * (len(call) + 1) + [0.0] * len(ids(suffix)) + [-0.5] * (len(answer) + 1)
+    sampled = [[-k / 64 for k in range(len(text) + 1)] for text in (call, answer)]
+    assert rollout.logprobs == sampled[0] + [0.0] * len(ids(suffix)) + sampled[1]
     assert [turn.reward for turn in rollout.turns] == [0.75, None] and len(rollout.records) == 1
     assert [call.arguments for call in rollout.turns[0].calls] == [{"a": 1, "b": "x y"}]
     assert [result.text for result in rollout.turns[0].results] == ["2"]
@@ -177,69 +159,46 @@ def test_what_the_api_says_of_an_answer():
     assert len(rollout.records) == 6 and rollout.reward is None
 
 
-def test_arguments_are_json_that_every_reader_takes():
-    """JSON has no NaN and no infinities. Python's `json` and a policy write them; Node's `JSON.parse` fails."""
-    call = CALL.replace('"a": 1, "b": "x y"', '"a": NaN, "b": [1e999, -Infinity, 1.5], "NaN": "NaN"')
-
-    async def agent(row, client):
-        said = await ask(client, [user("a")], tools=[ADD])
-        arguments = said["tool_calls"][0]["function"]["arguments"]
-        assert json.loads(arguments, parse_constant=pytest.fail) == {"a": None, "b": [None, None, 1.5], "NaN": "NaN"}
-        await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])  # as it was given
-
-    rollout, _ = run(agent, call, "2")
-    assert rollout.error is None and rollout.records[0].numbers == [0, 1], rollout.error
+def rewritten(function, text):
+    return lambda said, start: said["tool_calls"][0]["function"].update({function: text})
 
 
 SAME = {
-    "arguments written anew": lambda m: m["tool_calls"][0]["function"].update(arguments='{ "b":"x y","a":1.0 }'),
-    "without reasoning": lambda m: m.pop("reasoning_content"),
-    "content null": lambda m: m.update(content=None),
-    "thinking in the text": lambda m: m.update(content="<think>Hm.</think>\n\n"),
-    "white space": lambda m: m.update(content=" \n "),
-    "further keys": lambda m: m.update(name="policy", annotations=[], status="done"),
-    "parts": lambda m: m.update(content=[{"type": "text", "text": ""}]),
-    "another id": lambda m: m["tool_calls"][0].update(id="mine"),
+    "arguments written anew": rewritten("arguments", '{ "b":"x y","a":1.0 }'),
+    "without reasoning": lambda said, start: said.pop("reasoning_content"),
+    "content null": lambda said, start: said.update(content=None),
+    "thinking in the text": lambda said, start: said.update(content="<think>Hm.</think>\n\n"),
+    "white space": lambda said, start: said.update(content=" \n "),
+    "further keys": lambda said, start: said.update(name="policy", annotations=[], status="done"),
+    "parts": lambda said, start: said.update(content=[{"type": "text", "text": ""}]),
+    "another id": lambda said, start: said["tool_calls"][0].update(id="mine"),
+}
+OTHER = {
+    "another argument": rewritten("arguments", '{"a": 2, "b": "x y"}'),
+    "true is not 1": rewritten("arguments", '{"a": true, "b": "x y"}'),
+    "a text": lambda said, start: said.update(content="I call."),
+    "another prompt": lambda said, start: start[1].update(content="Add. "),
+    "a call less": lambda said, start: said.pop("tool_calls"),
 }
 
 
 @pytest.mark.contract("token for token")
-@pytest.mark.parametrize("name", SAME)
-def test_what_programs_do_to_a_history_changes_nothing(name):
+@pytest.mark.parametrize("name", [*SAME, *OTHER])
+def test_what_programs_do_to_a_history_changes_nothing_and_what_was_not_said_begins_a_record(name):
     async def agent(row, client):
         start = [{"role": "developer", "content": "Be brief."}, user("Add.")]
         said = await ask(client, start, tools=[ADD])
-        SAME[name](said)
+        results = tool_message(said)
         start[0]["role"] = "system"
         start[1]["content"] = [{"type": "text", "text": "Add."}]
+        (SAME | OTHER)[name](said, start)
+        results = tool_message(said) if "tool_calls" in said else results
         tools = [{"function": dict(reversed(ADD["function"].items())), "type": "function"}]
-        await ask(client, [*start, said, *tool_message(said)], tools=tools)
+        await ask(client, [*start, said, *results], tools=tools)
 
     rollout, _ = run(agent, f"<think>Hm.</think>{CALL}", "2")
-    assert len(rollout.records) == 1 and len(rollout.turns) == 2
-
-
-OTHER = {
-    "another argument": lambda m, s: s["tool_calls"][0]["function"].update(arguments='{"a": 2, "b": "x y"}'),
-    "true is not 1": lambda m, s: s["tool_calls"][0]["function"].update(arguments='{"a": true, "b": "x y"}'),
-    "a text": lambda m, s: s.update(content="I call."),
-    "another prompt": lambda m, s: m[0].update(content="Add. "),
-    "a call less": lambda m, s: s.pop("tool_calls"),
-}
-
-
-@pytest.mark.contract("token for token")
-@pytest.mark.parametrize("name", OTHER)
-def test_what_was_not_said_begins_a_record(name):
-    async def agent(row, client):
-        messages = [user("Add.")]
-        said = await ask(client, messages, tools=[ADD])
-        results = tool_message(said)
-        OTHER[name](messages, said)
-        await ask(client, [*messages, said, *results], tools=[ADD])
-
-    rollout, _ = run(agent, CALL, "2")
-    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0], [1]], rollout.error
+    expected = [[0, 1]] if name in SAME else [[0], [1]]
+    assert rollout.error is None and [record.numbers for record in rollout.records] == expected, rollout.error
 
 
 RECORDS = {}  # the name of an agent -> (the agent, what the policy writes, the turns of each record, settings)
@@ -311,6 +270,15 @@ async def equal_answers_with_other_ids_of_calls(row, client):
         chain += [await ask(client, chain, tools=[ADD]), user("b")]
     for chain in reversed(chains):
         await ask(client, chain, tools=[ADD])
+
+
+@records([[0, 1]], CALL.replace('"a": 1, "b": "x y"', '"a": NaN, "b": [1e999, -Infinity, 1.5], "NaN": "NaN"'), "2")
+async def arguments_that_are_no_json(row, client):
+    """Python's `json` and a policy write NaN; Node's `JSON.parse` fails. What the policy wrote goes on."""
+    said = await ask(client, [user("a")], tools=[ADD])
+    arguments = said["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments, parse_constant=pytest.fail) == {"a": None, "b": [None, None, 1.5], "NaN": "NaN"}
+    await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])
 
 
 @records([[0], [1]], "1")
@@ -438,7 +406,7 @@ def test_a_retry_joins_what_is_in_flight_and_gets_what_was_sampled():
         assert said_in(await post(client, body, **{"x-stainless-retry-count": "0"})) == ["2"]
         assert said_in(await post(client, body, **RETRY)) == ["2"]  # of equal requests, the last one
 
-    llm = Scripted("1", "2", seconds=0.3)
+    llm = scripted("1", "2", seconds=0.3)
     rollout, _ = run(agent, llm=llm)
     assert rollout.error is None and len(rollout.turns) == 2 == len(llm.asked), rollout.error
 
@@ -456,7 +424,7 @@ def test_an_answer_that_nobody_received_is_not_trained():
         await ask(client, [user("a"), said, user("b")])
         client.reward(0.5)
 
-    llm = Scripted("same", "same", "2", seconds=0.2)
+    llm = scripted("same", "same", "2", seconds=0.2)
     rollout, _ = run(agent, llm=llm)
     assert rollout.error is None, rollout.error
     assert [turn.text for turn in rollout.turns] == ["same", "same", "2"]
@@ -464,16 +432,6 @@ def test_an_answer_that_nobody_received_is_not_trained():
     assert [record.numbers for record in rollout.records] == [[0], [1, 2]]  # not behind what nobody has read
     assert [record.numbers for record in trained_records(rollout)] == [[1, 2]]
     assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
-
-
-def test_retries_of_equal_requests_join_different_ones():
-    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
-    equal = [Asked("x", range(k, k + 1), True, waiting=1) for k in range(2)]
-    session = types.SimpleNamespace(_asked=[Asked("y", range(2, 3), True, waiting=1), *equal])
-    joined = [AgentSession._asked_before(session, "x") for _ in range(4)]
-    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
-    equal[1].waiting = 0
-    assert AgentSession._asked_before(session, "x") is equal[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -820,7 +778,7 @@ def test_a_reward_names_its_answer():
         client.reward(0.25, said)
         await running
 
-    llm = Scripted("1", "2", "3", seconds=0.1)
+    llm = scripted("1", "2", "3", seconds=0.1)
     rollout, _ = run(agent, llm=llm)
     assert rollout.error is None, rollout.error
     assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.25]
@@ -1044,25 +1002,16 @@ print(json.dumps({"reward": len(found)}))
 """
 
 
-@pytest.mark.parametrize("is_apart", [True, False])
-def test_commands_of_one_run_do_not_see_each_other(tmp_path, monkeypatch, caplog, is_apart):
-    """A key is in an environment, where every client looks for it. Where the machine has no namespaces, it is said."""
-    programs.apart.cache_clear()
-    if not is_apart:
-        monkeypatch.setattr(programs, "OWN_PROCESSES", ["--no-such-option"])
-    try:
-        program = CommandAgent(f"{sys.executable} {tmp_path}/spy.py {tmp_path}")
-        if not (is_apart or "are not isolated from each other (unshare: unrecognized option" in caplog.text):
-            raise AssertionError(caplog.text)
-        if is_apart and not programs.apart():
-            pytest.skip("this machine has no namespaces of processes")
-    finally:
-        programs.apart.cache_clear()
+def test_commands_of_one_run_do_not_see_each_other(tmp_path):
+    """A key is in an environment, where every client looks for it."""
+    if not programs.apart():
+        pytest.skip("this machine has no namespaces of processes")
+    program = CommandAgent(f"{sys.executable} {tmp_path}/spy.py {tmp_path}")
     (tmp_path / "spy.py").write_text(SPY)
     cls = agent_conversation(mt.MultiTurnToolEnv, program, 60.0, 8)
     env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    rollouts = env.generate([[]] * 2, Scripted("1"), rows=[{}] * 2)["rollouts"]
-    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] if is_apart else [2.0, 2.0], rollouts[0].error
+    rollouts = env.generate([[]] * 2, scripted("1"), rows=[{}] * 2)["rollouts"]
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0], rollouts[0].error
 
 
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"

@@ -8,13 +8,14 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from scripted import ScriptedTexts
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.integrations.gym.environment import gym_environment
 from mt_grpo.integrations.gym.text import GymText
 from mt_grpo.recipe.plugins import load_class
-from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.rollout import StopReason
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "hf_recipes/tiny/gym-model"
@@ -83,28 +84,12 @@ def steps_game(games, unfinished_reward=0.0, **kwargs):
     return gym_environment(lambda: cls(**kwargs), "Steps", unfinished_reward=unfinished_reward)
 
 
-class Scripted:
-    """Writes these texts in each conversation, with an end of turn. One in a pair is cut off."""
-
-    max_model_len = 1024
-
-    def __init__(self, *turns):
-        self.turns, self.begun, self.asked = turns, {}, []
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        k = self.begun[index] = self.begun.get(index, -1) + 1
-        turn = self.turns[k]
-        sampled = ids(turn) + END if isinstance(turn, str) else ids(turn[0])
-        self.asked.append((list(prompt_ids), sampled))
-        return Generation(sampled, [-0.5] * len(sampled), "stop" if isinstance(turn, str) else "length")
-
-
 def ids(text):
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
 def play(cls, *turns, rows=({},), max_steps=19, prompt="", **settings):
-    backend = Scripted(*turns)
+    backend = ScriptedTexts(*turns, tokenizer=TOKENIZER)
     settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_steps": max_steps, **settings}
     env = mt.MultiTurnToolEnv([], None, environment=cls, **settings)
     prompts = [[{"role": "user", "content": prompt}] if prompt else [] for _ in rows]
@@ -272,8 +257,8 @@ def test_an_episode_that_the_policy_left(games, turns, stop, rewards, returned):
 
 def test_a_turn_behind_which_nothing_fits_is_one_by_which_the_policy_left(games):
     """Its action was taken, and the observation has no room. Else long turns would be a way out that costs nothing."""
-    budget = 2 * len(ids("1") + END)
     for turns, rewards in ((["1", "0"], [0.5 - 4.0]), (["what?"], [-4.0])):
+        budget = 2 * len(ids(turns[0]) + END)
         (rollout,), _ = play(steps_game(games, unfinished_reward=-4.0), *turns, max_completion_length=budget)
         assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.turns[-1].finish_reason == "stop"
         assert [turn.reward for turn in rollout.turns] == rewards and rollout.reward == sum(rewards)

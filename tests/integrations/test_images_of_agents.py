@@ -9,6 +9,7 @@ import pytest
 import test_agents
 import vision_model
 from PIL import Image
+from scripted import ScriptedTexts
 from vision_model import as_bytes, as_uri as uri, expected_ids
 
 from mt_grpo.images.pictures import pictures_in, uri_or_str
@@ -31,8 +32,7 @@ def tokenizer(folder):
 
 def run(agent, tokenizer, *turns, row=None):
     """(the rollout, the policy) of one agent with a scripted policy."""
-    llm = test_agents.Scripted(*turns, tokenizer=tokenizer)
-    return test_agents.run(agent, llm=llm, tokenizer=tokenizer, row=row)
+    return test_agents.run(agent, llm=ScriptedTexts(*turns, tokenizer=tokenizer), tokenizer=tokenizer, row=row)
 
 
 def shown(value, **more):

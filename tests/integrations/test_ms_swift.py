@@ -11,19 +11,20 @@ import zipfile
 from types import SimpleNamespace
 
 import pytest
+from scripted import ScriptedTexts
 from scripted_schedulers import (
     END,
     NEXT,
     PLUGINS,
     PROMPT,
     TOKENIZER,
-    Scripted,
     answer,
     conversations,
     converse,
     ids,
     own_run,
     run,
+    scripted,
     step_by,
     text_of,
     truncated,
@@ -647,7 +648,7 @@ def test_the_budget_ends_a_conversation():
     assert len(rollout.completion_ids) == first + 2 and rollout.stop_reason == StopReason.MAX_TOKENS
     rollout, _ = run(Asks, FIRST, max_completion_length=6, max_turns=3)
     assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
-    llm = Scripted(FIRST, max_model_len=len(ids(PROMPT)) + first)
+    llm = scripted(FIRST, max_model_len=len(ids(PROMPT)) + first)
     rollout, _ = run(Asks, llm=llm, max_turns=9)
     assert len(rollout.turns) == len(llm.asked) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
     (output,) = rollout.environment.outputs  # no method is called for a response that is none
@@ -661,7 +662,7 @@ def test_the_budget_ends_a_conversation():
 
 @pytest.mark.parametrize("cls", [Asks, RolloutScheduler])
 def test_a_prompt_without_room_for_a_response_reaches_rewards(cls, tmp_path):
-    rollout, llm = run(cls, llm=Scripted(FIRST, max_model_len=len(ids(PROMPT))), max_turns=2)
+    rollout, llm = run(cls, llm=scripted(FIRST, max_model_len=len(ids(PROMPT))), max_turns=2)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and not rollout.turns and not llm.asked
     rewarded = as_reward("format", None, settings(tmp_path))(environments=[rollout.environment])
     assert rewarded == [0.0] and columns_of([rollout.environment])["is_truncated"] == [True]
@@ -760,7 +761,7 @@ NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, f
 def test_a_failure_is_the_environments_and_says_why(cls, said):
     """The rollout is not trained on; the others go on."""
     timeout = getattr(cls, "waits", 60.0)
-    rollout = converse(conversations(cls, max_turns=2, environment_timeout=timeout), Scripted(FIRST))
+    rollout = converse(conversations(cls, max_turns=2, environment_timeout=timeout), scripted(FIRST))
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.failed
     with pytest.raises(SchedulerFailure, match=said):
         raise rollout.error
@@ -775,7 +776,7 @@ def test_a_slow_method_stalls_no_other_conversation():
         request.uuid = "x"  # which is the scheduler's to change
         return Asks.step(self, request, choice, turn)
 
-    env, llm = conversations(step_by(step), max_turns=2), Scripted(FIRST)
+    env, llm = conversations(step_by(step), max_turns=2), scripted(FIRST)
     rollouts = env.start([[user("What?")]] * 16, rows=[{}] * 16)
 
     async def all_of_them():
@@ -788,7 +789,7 @@ def test_a_slow_method_stalls_no_other_conversation():
 
 def test_a_lost_server_is_the_trainers_to_hear_of():
     with pytest.raises(mt.ServerError, match="gone"):
-        run(Asks, llm=Scripted(mt.ServerError("gone")), max_turns=2)
+        run(Asks, llm=scripted(mt.ServerError("gone")), max_turns=2)
 
 
 def test_what_a_config_asks_for():
@@ -819,14 +820,14 @@ def test_what_is_in_flight_at_the_end_is_not_sampled_on():
         await asyncio.to_thread(started.wait, 30)
         return RolloutOutput(response=first)
 
-    class Waits(Scripted):
+    class Waits(ScriptedTexts):
         async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
             if self.asked:
                 started.set()
                 await asyncio.sleep(60.0)
             return await super().generate(prompt_ids, max_tokens, sampling_params, index)
 
-    rollout, llm = run(own_run(leaves), llm=Waits(FIRST))
+    rollout, llm = run(own_run(leaves), llm=Waits(FIRST, tokenizer=TOKENIZER))
     assert len(rollout.turns) == len(llm.asked) == 1
 
     async def insists(self, ask, request, config):
@@ -836,7 +837,7 @@ def test_what_is_in_flight_at_the_end_is_not_sampled_on():
             except SchedulerFailure:
                 await asyncio.sleep(0.01)
 
-    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), Scripted(FIRST))
+    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), scripted(FIRST))
     assert "took longer" in str(rollout.error)
 
 
