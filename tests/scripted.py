@@ -84,11 +84,7 @@ class Request:
 
 
 OF_ENVIRONMENTS = {StopReason.ENVIRONMENT_STOP, StopReason.ENVIRONMENT_ERROR}  # test_environments.py
-OF_AGENTS = {
-    StopReason.AGENT_DONE,
-    StopReason.AGENT_ERROR,
-    StopReason.AGENT_TIMEOUT,
-}  # tests/integrations/test_agents.py
+OF_AGENTS = {StopReason.AGENT_DONE, StopReason.AGENT_ERROR, StopReason.AGENT_TIMEOUT}  # test_agents.py
 
 
 class Scripted:
@@ -147,6 +143,18 @@ class ScriptedTexts:
         self.params.append(sampling_params)
         logprobs = [-j / 64 for j in range(len(sampled))]
         return Generation(sampled, logprobs, "stop" if sampled == whole and end else "length")
+
+    def verify(self, rollout: Rollout) -> None:
+        """Each turn was read and sampled as its record says, and each completion of the policy is one turn at most."""
+        for record in rollout.records if rollout.turns else []:
+            read = list(record.prompt_ids)
+            for turn in record.turns:
+                size = len(turn.token_ids)
+                assert (read, turn.token_ids) in [(asked, sampled[:size]) for asked, sampled in self.asked]
+                assert turn.logprobs is None or len(turn.logprobs) == size
+                read = read + turn.token_ids + turn.observation_ids
+        assert sum(len(record.turns) for record in rollout.records) == len(rollout.turns) <= len(self.asked)
+        assert sorted(k for r in rollout.records for k in r.numbers) == list(range(len(rollout.turns)))
 
 
 def of_turns(requests: list[Request]) -> list[Request]:
@@ -271,11 +279,7 @@ def observe(tool, text: str | None = None, seconds: float = 60.0, **settings):
 
 
 THINKING = "<think>\nadd them\n</think>\n\n"
-
-
 PROMPT_LENGTH = 23  # of "2+3?" in ChatML
-
-
 TALK = "x" * 2000
 
 
@@ -284,15 +288,3 @@ def run_many(tools: list, scripts: list[list], **settings) -> list[Rollout]:
     rollouts = within(lambda: env.generate(["go"] * len(scripts), backend))["rollouts"]
     verify(env, rollouts, backend)
     return rollouts
-
-
-def longest_text(monkeypatch, tokenizer):
-    """A function: how many characters the longest text has that the tokenizer got since."""
-    sizes, original = [0], type(tokenizer)._encode_plus
-
-    def note(self, text, *args, **kwargs):
-        sizes.extend(len(each) for each in ([text] if isinstance(text, str) else text) if isinstance(each, str))
-        return original(self, text, *args, **kwargs)
-
-    monkeypatch.setattr(type(tokenizer), "_encode_plus", note)
-    return lambda: max(sizes)
