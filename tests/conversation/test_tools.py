@@ -1,16 +1,13 @@
 """The tools: values and limits of the calculator, and the search over a real corpus and real local servers."""
 
-import contextlib
 import importlib.util
 import inspect
 import json
 import os
 import re
-import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,13 +28,6 @@ def load(name: str):
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-@contextlib.contextmanager
-def at_most(seconds: float):
-    start = time.perf_counter()
-    yield
-    assert time.perf_counter() - start < seconds
 
 
 @pytest.mark.contract("wiki_search")
@@ -88,6 +78,7 @@ def test_calculator_value():
         assert calculator(f"  {expression} ") == value, expression
 
 
+@pytest.mark.timeout(60)  # some would take minutes
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
@@ -106,7 +97,7 @@ def test_calculator_value():
     ],
 )  # fmt: skip
 def test_calculator_refuses(expression, message):
-    with at_most(10), pytest.raises((ValueError, ZeroDivisionError), match=message):  # some would take minutes
+    with pytest.raises((ValueError, ZeroDivisionError), match=message):
         calculator(expression)
 
 
@@ -129,11 +120,8 @@ def wiki(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"WIKI_SEARCH_BACKEND": "google"}, ValueError, "'google'.*retrieval"),
         ({}, ValueError, "WIKI_SEARCH_CORPUS is not set"),
         ({"WIKI_SEARCH_CORPUS": "/nowhere/corpus.jsonl"}, FileNotFoundError, "/nowhere/corpus.jsonl"),
-        ({"WIKI_SEARCH_TOPK": "0"}, ValueError, "WIKI_SEARCH_TOPK.*1 to 20"),
-        ({"WIKI_SEARCH_BACKEND": "retrieval"}, ValueError, "WIKI_SEARCH_URL is not set"),
         ({"WIKI_SEARCH_BACKEND": "retrieval", "WIKI_SEARCH_URL": "u:secret@host:80"}, ValueError, "with http://"),
     ],
 )
@@ -174,12 +162,6 @@ def small(wiki, monkeypatch, tmp_path):
 
     wiki.corpus, wiki.index, wiki.write = corpus, corpus.with_name("corpus.jsonl.fts5"), write
     return wiki
-
-
-def count_builds(wiki, monkeypatch) -> list:
-    builds, build = [], wiki._build_index
-    monkeypatch.setattr(wiki, "_build_index", lambda *args: (builds.append(args), build(*args)))
-    return builds
 
 
 def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
@@ -273,27 +255,16 @@ def test_first_passage_is_cut_where_it_is_too_long_and_no_stump_of_the_second_fo
     assert result.endswith(" ... [cut, 25008 characters in all]")
 
 
-def test_index_is_built_once_and_reused(squad, monkeypatch, tmp_path):
-    builds = count_builds(squad, monkeypatch)
-    first = squad.wiki_search("Rollo")
-    written = (tmp_path / "squad.fts5").stat()
-    assert squad.wiki_search("Rollo") == first
+def test_index_is_built_once_and_rebuilt_when_the_corpus_changes(small, monkeypatch):
+    builds, build = [], small._build_index
+    monkeypatch.setattr(small, "_build_index", lambda *args: (builds.append(args), build(*args)))
+    small.write(("Paris", "The mayor is Anne."))
     with ThreadPoolExecutor(1) as pool:  # another thread opens a connection of its own
-        assert pool.submit(squad.wiki_search, "Rollo").result() == first
+        assert "Anne" in pool.submit(small.wiki_search, "mayor of Paris").result()
+    assert "Anne" in small.wiki_search("mayor of Paris")
     other = load("wiki_search")  # as another process
     monkeypatch.setattr(other, "_build_index", lambda *args: pytest.fail("built again"))
-    assert other.wiki_search("Rollo") == first
-    assert len(builds) == 1
-    assert (tmp_path / "squad.fts5").stat() == written
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["squad.fts5", "squad.fts5.lock"]
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        squad._index().execute("DELETE FROM built_from")
-
-
-def test_index_is_rebuilt_when_the_corpus_changes(small, monkeypatch):
-    builds = count_builds(small, monkeypatch)
-    small.write(("Paris", "The mayor is Anne."))
-    assert "Anne" in small.wiki_search("mayor of Paris")
+    assert "Anne" in other.wiki_search("mayor of Paris")
     small.write(("Paris", "The mayor is Bertrand."))
     assert "Bertrand" in small.wiki_search("mayor of Paris")
     small.write(("Paris", "The mayor is Jacqueso."))  # of the same size, but changed later
@@ -311,18 +282,9 @@ def test_index_path_that_names_another_file_is_not_overwritten(squad, monkeypatc
     assert precious.read_text() == "precious " * 1000
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ('{"id": "0", "title": "a", "text": "b"}\n{"id": "1", "title"\n', "line 2: expected"),
-        ('{"id": "0", "contents": "a"}\n', "line 1: expected"),
-        ("\n", "line 1: expected"),
-    ],
-)
-def test_malformed_corpus_names_the_line_and_leaves_nothing(small, text, message):
-    small.corpus.write_text(text)
-    with pytest.raises(ValueError, match=message):
+def test_malformed_corpus_names_the_line_and_leaves_nothing(small):
+    small.corpus.write_text('{"id": "0", "title": "a", "text": "b"}\n{"id": "1", "title"\n')
+    with pytest.raises(ValueError, match="line 2: expected"):
         small.wiki_search("Paris")
     assert {path.name for path in small.corpus.parent.iterdir()} == {"corpus.jsonl", "corpus.jsonl.fts5.lock"}
     small.write(("Paris", "A city."))
@@ -363,44 +325,6 @@ def test_processes_that_start_together_build_one_index(squad, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["squad.fts5", "squad.fts5.lock"]
 
 
-class Server(ThreadingHTTPServer):
-    """Answers with the scripted replies first, then by its protocol; keeps the requests it got."""
-
-    daemon_threads = True
-
-    def __init__(self, protocol):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.protocol, self.replies, self.requests, self.times = protocol, [], [], []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def reply(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        reply = {}
-        if "meta=siteinfo" not in self.path:  # of the check: neither counted nor scripted
-            self.server.times.append(time.perf_counter())
-            self.server.requests.append((self.command, self.path, dict(self.headers), body))
-            reply = self.server.replies.pop(0) if self.server.replies else {}
-        time.sleep(reply.get("delay", 0))
-        status = reply.get("status", 200)
-        text = reply.get("text") or (json.dumps(self.server.protocol(self.path, body)) if status == 200 else "busy")
-        data = text.encode()
-        with contextlib.suppress(ConnectionError):  # a client that waited long enough
-            self.send_response(status)
-            for name, value in {"Content-Length": len(data), **reply.get("headers", {})}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(data)
-
-    do_GET = do_POST = reply
-
-    def log_message(self, *args):
-        pass
-
-
 PASSAGES = [
     ("Normans", "The Norse leader Rollo swore fealty."),
     ("Rollo", "First ruler of Normandy.\nDied about 930."),
@@ -408,21 +332,34 @@ PASSAGES = [
 ]
 
 
-def retrieval_protocol(path: str, body: bytes) -> dict:
-    """Search-R1's retrieval server: one list of scored documents per query."""
-    assert path == "/retrieve"
-    request = json.loads(body)
-    assert request.keys() == {"queries", "topk", "return_scores"}
-    assert request["return_scores"] is True
-    found = [] if request["queries"] == ["nothing"] else PASSAGES[: request["topk"]]
-    documents = [{"document": {"contents": f'"{title}"\n{text}'}, "score": 0.9} for title, text in found]
-    return {"result": [documents for _ in request["queries"]]}
+class Handler(BaseHTTPRequestHandler):
+    """Search-R1's retrieval server: one list of scored documents per query. Scripted replies come first."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append(request := json.loads(body))
+        reply = self.server.replies.pop(0) if self.server.replies else {}
+        assert self.path == "/retrieve" and request.keys() == {"queries", "topk", "return_scores"}
+        found = [] if request["queries"] == ["nothing"] else PASSAGES[: request["topk"]]
+        documents = [{"document": {"contents": f'"{title}"\n{text}'}, "score": 0.9} for title, text in found]
+        data = reply.get("text", json.dumps({"result": [documents]})).encode()
+        self.send_response(reply.get("status", 200))
+        for name, value in {"Content-Length": len(data), **reply.get("headers", {})}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
 
 
 @pytest.fixture
 def server(wiki, monkeypatch):
     """A server of Search-R1's protocol, and the tool set to it."""
-    server = Server(retrieval_protocol)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.replies, server.requests, server.url = [], [], f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     monkeypatch.setenv("WIKI_SEARCH_BACKEND", "retrieval")
     monkeypatch.setenv("WIKI_SEARCH_URL", server.url)
@@ -441,20 +378,17 @@ def test_search_by_http(wiki, server, monkeypatch):
         "[3] Rouen\nA city on the Seine."
     )
     assert wiki.wiki_search("nothing") == "No results. Try other words."
-    assert len(server.requests) == 3
+    query = 'Zürich & "Köln"? #1 + 100% 日本 \'x\'; {"queries": []}'
+    monkeypatch.setenv("WIKI_SEARCH_URL", f"{server.url}/retrieve/")
+    wiki.wiki_search(f" {query}\n")
+    assert [request["queries"] for request in server.requests] == [*[["Norse leader"]] * 2, ["nothing"], [query]]
     wiki.CHECK_TOOLS()
 
 
-def test_queries_arrive_as_they_are(wiki, server):
-    query = 'Zürich & "Köln"? #1 + 100% 日本 \'x\'; {"queries": []}'
-    wiki.wiki_search(f" {query}\n")
-    assert json.loads(server.requests[0][3])["queries"] == [query]
-
-
+@pytest.mark.timeout(60)
 def test_a_busy_server_is_asked_again_and_not_much_later(wiki, server):
     server.replies = [{"status": 503}, {"status": 429, "headers": {"Retry-After": "3600"}}]
-    with at_most(60):
-        assert "Rollo" in wiki.wiki_search("Rollo")
+    assert "Rollo" in wiki.wiki_search("Rollo")
     assert len(server.requests) == 3
 
 
@@ -470,20 +404,6 @@ def test_a_server_that_fails_is_asked_three_times_and_once_where_the_address_is_
     assert "Rollo" in wiki.wiki_search("Rollo")  # the session is still good
 
 
-def test_slow_server(wiki, server):
-    wiki.wiki_search("Rollo")
-    of_a_search, patient = len(server.requests), wiki.READ_TIMEOUT
-    wiki.READ_TIMEOUT = 0.2
-    server.replies = [{"delay": 3}]
-    with pytest.raises(ConnectionError, match=rf"no answer from {server.url}.*ReadTimeout"):
-        wiki.wiki_search("Rollo")
-    wiki.READ_TIMEOUT = patient
-    assert "Rollo" in wiki.wiki_search("Rollo")
-    while len(server.requests) < 2 * of_a_search + 1:  # the server may read the slow one later
-        time.sleep(0.01)
-    assert len(server.requests) == 2 * of_a_search + 1  # a slow server is not asked again
-
-
 def test_no_server(wiki, server, monkeypatch):
     server.server_close()
     monkeypatch.setenv("WIKI_SEARCH_URL", server.url.replace("127.0.0.1", "user:secret@127.0.0.1"))
@@ -493,36 +413,23 @@ def test_no_server(wiki, server, monkeypatch):
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("contents", "result"),
-    [
-        ("Rollo\nA ruler.", "[1] Rollo\nA ruler."),
-        ('"Rollo"\nA ruler.', "[1] Rollo\nA ruler."),
-        ('""Weird Al" Yankovic"\nA singer.', '[1] "Weird Al" Yankovic\nA singer.'),
-        ('"Weird Al" Yankovic\nA singer.', '[1] "Weird Al" Yankovic\nA singer.'),
-        ("A passage without a title.", "A passage without a title."),
-    ],
-)
-def test_title_of_retrieved_contents(wiki, server, contents, result):
-    server.replies = [{"text": json.dumps({"result": [[{"document": {"contents": contents}, "score": 1.0}]]})}]
-    assert wiki.wiki_search("Rollo") == result
+def test_title_of_retrieved_contents_and_no_more_than_asked_for(wiki, server, monkeypatch):
+    contents = {
+        "Rollo\nA ruler.": "Rollo\nA ruler.",
+        '""Weird Al" Yankovic"\nA singer.': '"Weird Al" Yankovic\nA singer.',
+        '"Weird Al" Yankovic\nA singer.': '"Weird Al" Yankovic\nA singer.',
+        "A passage without a title.": "A passage without a title.",
+    }
+    documents = [{"document": {"contents": text}, "score": 1.0} for text in contents]
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
+    server.replies = [{"text": json.dumps({"result": [each]})} for each in (documents, documents[::-1])]
+    shown = [f"[{k}] {text}" for k, text in enumerate(contents.values(), 1)]
+    assert wiki.wiki_search("Rollo") == "\n\n".join(shown[:3])
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "1")
+    assert wiki.wiki_search("Rollo") == "A passage without a title."
 
 
-@pytest.mark.parametrize("suffix", ["/", "/retrieve", "/retrieve/"])
-def test_url_of_the_retrieval_server(wiki, server, monkeypatch, suffix):
-    monkeypatch.setenv("WIKI_SEARCH_URL", server.url + suffix)
-    assert "Rollo" in wiki.wiki_search("Rollo")
-
-
-def test_server_that_returns_more_than_asked_for(wiki, server, monkeypatch):
-    documents = [{"document": {"contents": f"Title {i}\nText {i}."}, "score": 1.0} for i in range(5)]
-    server.replies = [{"text": json.dumps({"result": [documents]})}] * 2
-    assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0."
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
-    assert wiki.wiki_search("Rollo") == "[1] Title 0\nText 0.\n\n[2] Title 1\nText 1."
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"error": {"code": "maxlag"}}', '{"result": []}', "<html>"])
+@pytest.mark.parametrize("text", ["[]", '{"result": []}', "<html>"])
 def test_another_answer_is_an_error(wiki, server, text):
     server.replies = [{"text": text}]
     with pytest.raises(RuntimeError, match="answered with status 200 and .*WIKI_SEARCH_BACKEND"):
