@@ -2,7 +2,6 @@
 
 import datetime
 import enum
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,8 @@ from mt_grpo.rollout import StopReason
     "text, part",
     [
         ("<tool>", "not closed by </tool>"),
-        ('<tool>{"name": "add", "args": {"a": 2', "not closed by </tool>"),
         ("</tool>", "</tool> without <tool> before it"),
         ("<tool>add(2, 3)</tool>", "not valid JSON"),
-        ('<tool>{"name": "add", "args": {"a": 2,}}</tool>', "not valid JSON"),
-        (f"<tool>{ADD}", "not valid JSON"),
         ('<tool>{"name": "echo", "args": {"text": "</tool>"}}</tool>', "not valid JSON"),
         ('<tool>{"name": "add"} <answer>5</answer></tool>', "not closed by </tool>"),
         ('<tool>{"name": "add"}{"name": "add"}</tool>', "several calls in one turn"),
@@ -35,7 +31,6 @@ from mt_grpo.rollout import StopReason
         ("<tool>null</tool>", "must be a JSON object"),
         ('<tool>{"args": {}}</tool>', '"name"'),
         ('<tool>{"name": "add", "args": [2, 3]}</tool>', '"args" must be a JSON object, got list'),
-        ('<tool>{"name": "add", "args": null}</tool>', '"args" must be a JSON object, got NoneType'),
         ('<tool>{"name": "add", "arguments": {"a": 2}}</tool>', 'unknown key "arguments"'),
         ("<tool>" + "[" * 100_000 + "</tool>", "nested too deeply"),
         ('<tool>{"name": "echo", "args": {"text": ' + "1" * 5000 + "}}</tool>", ""),  # Python refuses to read it
@@ -70,17 +65,6 @@ class City(pydantic.BaseModel):
     tags: set[str] = {"b", "d", "a", "c"}
 
 
-class Picky(pydantic.BaseModel):
-    word: str
-
-    @pydantic.field_validator("word")
-    @classmethod
-    def check_word(cls, word: str) -> str:
-        if word == "key":
-            raise KeyError("no such word")
-        raise ValueError("not liked.")
-
-
 @dataclass
 class Town:
     name: str
@@ -108,18 +92,14 @@ User = NewType("User", int)
     "kind, value, given",
     [
         (Size, 2, "<Size.LARGE: 2>"),
-        (list[Town] | Town, [{"name": "Rouen"}], "[Town(name='Rouen')]"),
-        (dict[str, list[Town]], {"a": [{"name": "Rouen"}]}, "{'a': [Town(name='Rouen')]}"),
         (set[str], ["a", "a"], "{'a'}"),
         (dict[int, str], {"7": "a"}, "{7: 'a'}"),
-        (bytes, "abc", "b'abc'"),
         (Path, "a/b", repr(Path("a/b"))),
         (User, 3, "3"),
         (bool | int, True, "True"),
         (bool | int, 1, "1"),
         (float, 7, "7"),  # what JSON itself has stays as it was read
         (float, 7.0, "7.0"),
-        (float | tuple[int], 7, "7.0"),
         (Any, {"a": [1, None, 2.5]}, "{'a': [1, None, 2.5]}"),
         (object, "\ud800", "'\\ud800'"),
         (dict[str, float], {"a": float("inf")}, "{'a': inf}"),
@@ -151,8 +131,6 @@ def test_a_model_is_given_with_what_it_adds():
             [{"name": "x"}, {"name": 7}],
             "Town | list[Town], got 7 at where['list[Town]'][1]['name']: ",
         ),
-        (Picky, {"word": "a"}, "Picky, got 'a' at where['word']: Value error, not liked. "),
-        (Picky, {"word": "key"}, "Picky, whose check raised KeyError: 'no such word'. "),
     ],
 )
 def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
@@ -242,17 +220,12 @@ def unknown_hint(name: "Nowhere") -> str:  # noqa: F821
     """Takes one."""
 
 
-def cached(name: str, cache: Any = threading.Lock()) -> str:  # noqa: B008
-    """Takes one."""
-
-
 @pytest.mark.parametrize(
     "tool, message",
     [
         (by_position, "by_position: no call can pass 'name'"),
         (generate_names, "generate_names is a generator function"),
         (unknown_hint, "unknown_hint: .*'Nowhere'"),
-        (cached, "cached: .* lock, which is no data"),
     ],
 )
 def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
@@ -263,7 +236,6 @@ def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
 @pytest.mark.parametrize(
     "text, parts",
     [
-        ('<tool>{"name": "add", "args": {"a": 2,</tool>', ["not valid JSON", "Expected: <tool>{"]),
         (call("search", query="x"), ["unknown tool 'search'", "Known tools: add, echo, slow_echo"]),
         (call("add", a="2", b=3), ["argument 'a' must be int, got '2': ", "Usage: add(a: int, b: int) -> str"]),
         (call("add", a=2), ["missing a required argument: 'b'", "Usage: add("]),

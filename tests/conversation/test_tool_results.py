@@ -11,7 +11,6 @@ from datasets import Dataset
 from scripted import (
     ANSWER,
     CHATML,
-    Scripted,
     call,
     ids,
     make_env,
@@ -56,11 +55,7 @@ def test_invalid_unicode_is_no_reason_to_stop(value):
 
 def test_a_tool_that_changes_what_it_gets_changes_no_call():
     def order(numbers: list[int]) -> str:
-        """Order.
-
-        Args:
-            numbers: Any.
-        """
+        """Order."""
         numbers.sort()
         numbers.append(99)
         return str(numbers)
@@ -116,16 +111,6 @@ def test_a_text_without_control_tokens_is_left_as_it_is(crowded):
     assert neutralise("def f():\n" + " " * 12 + "return", crowded) == "def f():\n" + " " * 12 + "return"
 
 
-def test_neutralise_does_not_depend_on_the_order_of_a_set(crowded):
-    """Ranks, and a run that goes on, have other hashes."""
-    pairs = [(f"<p{i}><q{i}>", f"<q{i}>") for i in range(12)]
-    tokenizer = make_tokenizer(CHATML)
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for pair in pairs for t in pair], True)
-    for i, (both, _) in enumerate(pairs):
-        assert neutralise(both, tokenizer) == f"< p{i}>< q{i}>"
-    assert neutralise("<a1><b1><c1>", crowded) == "< a1>< b1>< c1>"
-
-
 def test_control_tokens_of_a_tokenizer_that_is_changed_are_seen():
     tokenizer = make_tokenizer(CHATML)
     assert neutralise("<call>", tokenizer) == "<call>"
@@ -169,13 +154,10 @@ class Unprintable(Exception):
 @pytest.mark.parametrize(
     "error, message, part",
     [
-        (ValueError, "division by zero", "division by zero"),
         (KeyError, None, "KeyError"),
-        (RecursionError, "too deep", "too deep"),
         (SystemExit, 3, "SystemExit"),
         (KeyboardInterrupt, None, "KeyboardInterrupt"),
         (StopIteration, None, "StopIteration"),
-        (GeneratorExit, None, "GeneratorExit"),
         (asyncio.CancelledError, None, "CancelledError"),
         (TimeoutError, "port 80 is closed", "port 80 is closed"),
         (Unprintable, None, "Unprintable"),
@@ -197,16 +179,8 @@ def test_a_tool_that_raises_is_an_error_observation(error, message, part, is_asy
     assert turn.error in (("tool", "timeout") if error is TimeoutError else ("tool",))
 
 
-def test_a_result_that_cannot_be_written_as_json_is_an_error_observation():
-    circular = []
-    circular.append(circular)
-    for value in (circular, {(1, 2): 3}):
-        turn = observe(returns(value))
-        assert turn.error == "tool" and turn.observation.startswith("Error: ")
-
-
 RESULTS = """
-import collections, dataclasses, datetime, decimal, enum, itertools, pathlib, sys
+import dataclasses, datetime, decimal, enum, itertools, pathlib, sys
 
 @dataclasses.dataclass
 class Point:
@@ -253,10 +227,8 @@ def no_data(name: str) -> str:
 MODULES = "[name for name in ('torch', 'numpy', 'datasets', 'transformers') if name in sys.modules]", "[]"
 FORMS = [  # what a tool gives, and what the model reads of it
     ("'plain'", "plain"),
-    ("''", ""),
     ("None", "null"),
     ("7", "7"),
-    ("True", "true"),
     ("{'a': [1, None], 'city': 'Zürich'}", '{"a": [1, null], "city": "Zürich"}'),
     ("(1, 'x')", '[1, "x"]'),
     ('Point(1, {"b", "a", 10, 9})', '{"x": 1, "tags": [9, 10, "a", "b"]}'),
@@ -266,23 +238,18 @@ FORMS = [  # what a tool gives, and what the model reads of it
     ('{"a": heavy().arange(4).reshape(2, 2), "n": heavy().int64(3)}', '{"a": [[0, 1], [2, 3]], "n": 3}'),
     ('{"c", "a", 10, 9, "b"}', '[9, 10, "a", "b", "c"]'),
     ("Color.RED", "red"),
-    ("[Color.RED]", '["red"]'),
     ("datetime.datetime(2026, 11, 20, 9, 30)", "2026-11-20T09:30:00"),
     ('{"price": decimal.Decimal("1.10")}', '{"price": "1.10"}'),
     ('pathlib.Path("/tmp/x")', "/tmp/x"),
     ('{"raw": b"caf\\xc3\\xa9"}', '{"raw": "café"}'),
     ('bytearray(b"abc")', "abc"),
-    ("collections.deque([1, 2])", "[1, 2]"),
     ('[{"b": 1, "a": 2}.keys(), {"b": 1}.values()]', '[["a", "b"], [1]]'),
     ("(i for i in range(3))", no_data("generator")),
-    ("map(str, [1])", no_data("map")),
     ('{"pairs": zip([1], [2])}', no_data("zip")),
     ("open(__file__)", no_data("TextIOWrapper")),
-    ("Plain()", no_data("Plain")),
     ("[1, Plain()]", no_data("Plain")),
     ("Lazy()", no_data("Lazy")),
     ("heavy", no_data("function")),
-    ("print", no_data("builtin_function_or_method")),
     ("Point", no_data("type")),
     ("[coroutine()]", no_data("coroutine")),
 ]
@@ -325,17 +292,6 @@ def test_a_tool_that_hangs_is_a_timeout(kind):
         over.set()
     assert turn.error == "timeout" and turn.observation == f"Error: {tool.__name__} took longer than 0.2 s"
     assert 0.2 <= turn.tool_seconds < 20
-
-
-def test_an_async_tool_that_runs_conversations_itself_does_not_hang():
-    """It would wait on the loop that it blocks: whatever becomes of the call, the run goes on."""
-
-    async def ask_another() -> str:
-        """Asks."""
-        env = make_env()
-        return env.generate(["5?"], Scripted([[ANSWER]]))["stop_reasons"][0]
-
-    assert observe(ask_another, tool_timeout=1.0).observation is not None
 
 
 def test_an_async_tool_behind_a_decorator_is_awaited():

@@ -284,19 +284,6 @@ def test_values_without_quotes(text, schema, value):
 QWEN = "<tool_call>\n<function=find>\n<parameter=%s>\n%s\n</parameter>\n</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize("key, text, value", [("size", "1", Size.SMALL), ("more", "2", Size.LARGE),
-                                              ("day", "2026-01-02", datetime.date(2026, 1, 2))])  # fmt: skip
-def test_a_value_without_quotes_is_what_the_tool_reads(key, text, value):
-    """An Enum of "1" and "2", arguments of any name, and of two things the one that the tool takes."""
-
-    def find(size: Size = Size.LARGE, day: int | datetime.date = 0, **rest: Size) -> str:
-        """Finds."""
-
-    (call,), _ = make_format("native", tokenizer_of("qwen3_5_think")).syntax.split(QWEN % (key, text), {"find": find})
-    arguments, mistake = read_call(call, {"find": find})
-    assert mistake is None and same_value(arguments, {key: value})
-
-
 def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
     """As an agent sends it, whose tool runs elsewhere."""
     parameters = {

@@ -1,14 +1,12 @@
 """Tools that take time: threads, timeouts, hangs."""
 
 import asyncio
-import contextvars
 import threading
 import time
 
 import pytest
 from scripted import ADD, ANSWER, Scripted, add, call, make_env, run_many, verify, within
 
-import mt_grpo_trainer as mt
 from mt_grpo.base import errors
 from mt_grpo.conversation.tools.running import HUNG, ToolsUnavailable, run_tool
 
@@ -117,45 +115,3 @@ def test_a_tool_that_no_thread_can_be_started_for_ends_the_run():
             asyncio.run(run_tool(add, {"a": 2, "b": 3}, 5))
     finally:
         threading.stack_size(before)
-
-
-def test_a_tool_in_a_thread_has_its_callers_context_variables_to_itself():
-    caller = contextvars.ContextVar("caller")
-
-    def change(to: str) -> str:
-        before = caller.get()
-        caller.set(to)
-        return before
-
-    async def calls():
-        caller.set("first")
-        first = await run_tool(change, {"to": "changed"}, 5)
-        assert caller.get() == "first"
-        caller.set("second")
-        return first, await run_tool(change, {"to": "changed"}, 5)
-
-    assert asyncio.run(calls()) == ("first", "second")
-
-
-@pytest.mark.parametrize("result", [["a part", "another"], {"a": 1}, "x" * 100_000, mt.ToolResult(["a part"])])
-def test_what_an_async_tool_gave_is_finished_off_the_loop(result):
-    """As that of a tool without `async`. A large image would hold up all other conversations."""
-    began, went_on = threading.Event(), threading.Event()
-
-    async def give() -> str:
-        """Gives."""
-        return result
-
-    def finish(given):
-        began.set()
-        assert went_on.wait(20), "the loop stands still"
-        return len(str(given))
-
-    async def beside():
-        running = asyncio.create_task(run_tool(give, {}, 60.0, finish))
-        while not began.is_set():
-            await asyncio.sleep(0.01)
-        went_on.set()
-        return await running
-
-    assert asyncio.run(beside()) == len(str(result))
