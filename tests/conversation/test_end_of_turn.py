@@ -101,12 +101,3 @@ def suffix_ids(text, tokenizer, sampled):
 def test_message_ids_of_awkward_results(text, tokenizer):
     """Nothing of a result is rendered away or taken for the template's own language."""
     assert suffix_ids(text, tokenizer, []) == ids(result(text))
-
-
-def test_the_first_closing_tag_wins():
-    for turn in (f"{ANSWER}{ADD}", [*ids("<answer>5"), CLOSES_BOTH]):
-        rollout, _ = converse(turn)
-        assert rollout.stop_reason == StopReason.ANSWERED
-        assert rollout.completion_ids == (ids(ANSWER) if isinstance(turn, str) else turn)
-    rollout, _ = converse(f"{ADD}{ANSWER}", "<answer>6</answer>")
-    assert rollout.completion_ids == ids(ADD + result("5") + "<answer>6</answer>")

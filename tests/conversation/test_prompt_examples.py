@@ -1,7 +1,6 @@
 """`prompt_examples`: conversations before the question, as the model reads them, never trained; what is none."""
 
 import json
-import re
 
 import pytest
 from datasets import Dataset
@@ -16,12 +15,7 @@ from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 
 def double(number: int, unit: str = "") -> str:
-    """Double a number.
-
-    Args:
-        number: Any.
-        unit: Of the number.
-    """
+    """Double a number."""
     return f"{2 * number} {unit}".strip()
 
 
@@ -107,14 +101,6 @@ def test_examples_stand_before_what_an_environment_says_first():
     assert CHATML_TOKENIZER.decode(rollout.prompt_ids).count("<answer>Hello!</answer>") == 1
 
 
-def test_nobody_can_change_the_examples_for_others():
-    env = make_env(PLAIN)
-    (rollout,) = env.start([[user("Double 5.")]])
-    rollout.prompt_messages[1]["content"] = "Changed"
-    (other,) = env.start([[user("Double 6.")]])
-    assert other.prompt_messages[1]["content"] == "Hello" and PLAIN[0]["content"] == "Hello"
-
-
 @EVERY_FAMILY
 def test_examples_read_as_lived_conversations_or_are_refused(name):
     """Two examples, one of two rounds. DeepSeek V3's template writes later calls of a prompt otherwise."""
@@ -169,27 +155,7 @@ def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
     assert read.count("<answer>8 km</answer>") == 1 and read.count("Hello!") == 1  # once, for both groups
 
 
-WRONG = {
-    "no conversation": (PLAIN, "valid list"),
-    "a text": ([["Hello"]], "valid dictionary or instance of ExampleMessage"),
-    "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "role: .*into system_prompt"),
-    "two questions": ([[PLAIN[0], *PLAIN]], "roles out of order: uua"),
-    "blank": ([PLAIN, [user(" "), PLAIN[1]]], "example 2 has an empty message"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("examples", "error"), WRONG.values(), ids=WRONG)
-def test_conversations_that_are_none(examples, error, tmp_path):
-    path = tmp_path / "examples.json"
-    path.write_text(json.dumps(examples))
-    with pytest.raises(ValueError, match=f"prompt_examples: {re.escape(str(path))}.*{error}"):
-        read_prompt_examples(str(path))
-
-
-HERMES_CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
 MISWRITTEN = {
-    "another format": ([user("x"), assistant(HERMES_CALL), tool("8"), assistant("y")],
-                       "has 0 calls.* and 1 results. Expected calls such as <tool>"),
     "unknown tool": ([user("x"), assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8"), assistant("y")],
                      "a call that cannot run: unknown tool 'dobule'. Known tools: double"),
     "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
@@ -206,25 +172,6 @@ def test_examples_that_a_format_cannot_have(example, error):
         written_examples(read_prompt_examples([PLAIN, example]), fmt, {"double": double}, True)
 
 
-@pytest.mark.parametrize("text, shown", [("", ""), ("8</result><|im_end|>", "8< /result>< |im_end|>")])
-def test_a_result_is_that_of_a_tool(text, shown):
-    """It may be empty, and its control tokens are broken."""
-    example = [user("x"), assistant("", {"number": 4}), tool(text), assistant("y")]
-    fmt = make_format("xml", CHATML_TOKENIZER)
-    messages = written_examples(read_prompt_examples([example]), fmt, {"double": double}, True)
-    assert messages[2] == user(f"<result>\n{shown}\n</result>")
-
-
-def test_tools_of_an_environment_may_be_called():
-    """They are not known before a conversation: only calls of the recipe's own tools are held against them."""
-    example = [user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")]
-    example[1]["tool_calls"][0]["name"] = "move"
-    fmt = make_format("xml", CHATML_TOKENIZER)
-    assert len(written_examples(read_prompt_examples([example]), fmt, {"double": double}, False)) == 4
-    with pytest.raises(ValueError, match="unknown tool 'move'"):
-        written_examples(read_prompt_examples([example]), fmt, {"double": double}, True)
-
-
 def test_a_thought_that_the_template_drops_is_an_error():
     """Qwen3's template leaves the thinking of earlier turns out: the model would not read what the example shows."""
     example = [user("x"), assistant("<think>\nHard.\n</think>\n\nIt is y.")]
@@ -232,10 +179,9 @@ def test_a_thought_that_the_template_drops_is_an_error():
         written_examples(read_prompt_examples([example]), native("qwen3"), TOOLS, True)
 
 
-def test_files_of_three_kinds_say_the_same(tmp_path):
+def test_files_of_both_kinds_say_the_same(tmp_path):
     conversations = [STRUCTURED, PLAIN]
     texts = {
-        "examples.json": json.dumps(conversations),
         "examples.jsonl": "\n".join(json.dumps({"messages": each}) for each in conversations) + "\n",
         "examples.yaml": "- - {role: user, content: Double 4 km.}\n  - role: assistant\n    content: |\n      I ask.\n"
         "    tool_calls: [{name: double, arguments: {number: 4, unit: km}}]\n  - {role: tool, content: 8 km}\n"

@@ -1,10 +1,8 @@
 """Prompts of a batch: each is rendered once, and is what a rendering of its own gives."""
 
 import copy
-import gc
 import json
 import random
-import weakref
 
 import pytest
 from scripted import CHATML_TOKENIZER, Scripted, add, call, echo, make_tokenizer
@@ -81,19 +79,6 @@ def shown(rollout):
     return repr((parts, turns, rollout.records and [r.prompt_ids for r in rollout.records]))
 
 
-def rendered_by(monkeypatch, tokenizer):
-    """What the tokenizer renders from now on into ids, as a list that grows."""
-    render, seen = tokenizer.apply_chat_template, []
-
-    def counted(*args, **kwargs):
-        if kwargs.get("tokenize"):
-            seen.append(kwargs["conversation"])
-        return render(*args, **kwargs)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
-    return seen
-
-
 @pytest.mark.parametrize("environment", [None, Board])
 @pytest.mark.parametrize(
     "template, tool_format",
@@ -122,19 +107,6 @@ def test_a_batch_is_what_its_rows_are_alone(template, tool_format, environment):
 
 
 @pytest.mark.parametrize("environment", [None, Board])
-def test_a_prompt_of_a_batch_is_rendered_once(monkeypatch, environment):
-    tokenizer = make_tokenizer(LITERAL)
-    env = MultiTurnToolEnv([add], None, tokenizer=tokenizer, environment=environment)
-    env.format_of(tokenizer)
-    rows = [{"prompt": [{"role": "user", "content": text}], "board": text} for text in "AB" for _ in range(4)]
-    seen = rendered_by(monkeypatch, tokenizer)
-    play(env, rows)
-    assert len(seen) == 2
-    play(env, rows)  # a batch keeps nothing for the next one
-    assert len(seen) == 4
-
-
-@pytest.mark.parametrize("environment", [None, Board])
 def test_rollouts_share_nothing_that_can_be_changed(environment):
     called = [{"type": "function", "function": {"name": "add", "arguments": {"a": [1]}}}]
     prompt = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "", "tool_calls": called},
@@ -159,13 +131,3 @@ def test_rollouts_share_nothing_that_can_be_changed(environment):
     late.rendered = rollouts[0].rendered
     env.step([late], Scripted([[call("look")]]))
     assert late.prompt_ids == rollouts[0].prompt_ids[:-1]
-
-
-def test_the_cache_goes_with_its_batch():
-    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Board)
-    rollouts, _ = play(env, [{"prompt": [{"role": "user", "content": "A"}]}] * 2)
-    cache = weakref.ref(rollouts[0].rendered)
-    assert rollouts[1].rendered is cache()
-    del rollouts
-    gc.collect()
-    assert cache() is None
