@@ -91,16 +91,10 @@ def draw() -> Image:
 
 
 @server.tool()
-def show(seed: int = 0, broken: bool = False):
+def show(broken: bool = False):
     """Show."""
-    import io
-    import random
-    from PIL import Image as PilImage
-    pixels, file = random.Random(seed), io.BytesIO()
-    image = PilImage.new("RGB", (4, 4))
-    image.putdata([tuple(pixels.randrange(256) for _ in range(3)) for _ in range(16)])
-    image.resize((56, 56), PilImage.Resampling.NEAREST).save(file, "PNG")
-    data = base64.b64encode(file.getvalue()[: 30 if broken else None]).decode()
+    with open(os.path.join(os.path.dirname(__file__), "image.png"), "rb") as file:
+        data = base64.b64encode(file.read(30 if broken else -1)).decode()
     contents = [
         BlobResourceContents(uri="a://b", blob=data, mime_type="image/png"),
         BlobResourceContents(uri="a://c", blob=data, mime_type="application/zip"),
@@ -134,6 +128,7 @@ def servers_end():
 
 def sums(folder, *arguments):
     (folder / "sums.py").write_text(SERVER)
+    (folder / "image.png").write_bytes(vision_model.as_bytes(vision_model.picture(5)))
     return {"command": sys.executable, "args": [str(folder / "sums.py"), *arguments]}
 
 
@@ -258,7 +253,7 @@ def test_images_are_read_where_the_model_reads_images(tmp_path):
     tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
     picture = tokenizer.pictures.read(vision_model.picture(5), "")
     env = mt.MultiTurnToolEnv(tools, None, 4, tokenizer=tokenizer, max_completion_length=600)
-    turns = [call("show", seed=5), call("show", broken=True), call("draw"), ANSWER]
+    turns = [call("show"), call("show", broken=True), call("draw"), ANSWER]
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
     with vision_model.read_off_the_loop(tokenizer):
         (rollout,) = env.generate(["?"], Scripted([script]))["rollouts"]
@@ -307,15 +302,6 @@ def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
     assert (blocked.error, after.observation, after.error, server.starts) == ("timeout", "2", None, 2) and ends(hung)
 
 
-BAD_FILES = {
-    "a key of another program": ('{"mcpServers": {"a": {"command": "x", "envFile": ".env"}}}', "command, envFile"),
-    "a variable that is not set": ('{"mcpServers": {"a": {"command": "${NOT_SET_X}"}}}', "NOT_SET_X.*must be set"),
-    "one that ends": ('{"mcpServers": {"a": {"command": "false"}}}', "does not start .*See its output above"),
-    "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "running at http://127.0.0.1:9/mcp"),
-    "one that hangs": ('{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}', "does not start .TimeoutError"),
-}
-
-
 LISTS = """
 import json, sys
 
@@ -341,29 +327,28 @@ def test_lists_of_tools_have_pages_and_no_name_twice(tmp_path):
         return {"command": sys.executable, "args": ["-S", str(tmp_path / "lists.py"), json.dumps(listed)]}
 
     (tmp_path / "lists.py").write_text(LISTS)
-    with pytest.raises(ValueError, match="two tools 'add'"):
-        tools_of(tmp_path, {"twice": listing("add", "sub", "add")})
     (tool,) = tools_of(tmp_path, {"twice": listing("add", "sub", "add") | {"tools": ["sub"]}})
     assert tool_schema("sub", tool)["function"] == {  # `true` is JSON schema's word for any value
         "name": "sub", "description": "sub of twice.", "parameters": {"type": "object", "properties": {"x": True}}
     }  # fmt: skip
-    with pytest.raises(ValueError, match="offer no tools"):
-        tools_of(tmp_path, {"none": listing()})
     two = {"a": listing("add", "draw"), "b": listing("add", "show")}
     with pytest.raises(ValueError, match="two tools 'add'. Choose by a list `tools`"):
         tools_of(tmp_path, two)
-    with pytest.raises(ValueError, match="mcp_config_file: the server 'b' of .* offers no tool 'sub'"):
-        tools_of(tmp_path, two | {"b": two["b"] | {"tools": ["add", "sub"]}})
     selected = {"a": two["a"] | {"tools": ["draw"]}, "b": two["b"] | {"tools": ["show", "add"]}}
     assert {tool.__name__ for tool in tools_of(tmp_path, selected)} == {"draw", "show", "add"}
 
 
+BAD_FILES = {
+    "a key of another program": ('{"mcpServers": {"a": {"command": "x", "envFile": ".env"}}}', "command, envFile"),
+    "a variable that is not set": ('{"mcpServers": {"a": {"command": "${NOT_SET_X}"}}}', "NOT_SET_X.*must be set"),
+    "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "running at http://127.0.0.1:9/mcp"),
+}
+
+
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_refused(tmp_path, monkeypatch, name):
+def test_a_bad_file_is_refused(tmp_path, name):
     text, message = BAD_FILES[name]
     (tmp_path / "servers.json").write_text(text)
-    if "Timeout" in message:  # the others say so by themselves, however long it takes
-        monkeypatch.setattr(mcp_servers, "SECONDS_TO_START", 1.0)
     with pytest.raises(ValueError, match="mcp_config_file: .*" + message):
         load_integration_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from bench.common import free_port
 from openenv_server import CALLS, Adds, Count, Served
 from scripted import QWEN3, Scripted, ids, make_tokenizer, verify
 
@@ -275,15 +275,8 @@ def test_what_no_server_reads_is_no_failure_of_the_server(counting):
     assert counting.received == received and session.failure is None
 
 
-def nobody():
-    """An address where nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
 def test_servers_that_cannot_be_used_are_named_before_a_model_is_loaded():
-    url = nobody()
+    url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ValueError, match=f"^openenv_url: {url} does not answer"):
         load(url)
     with Served(Count) as served:
@@ -328,7 +321,7 @@ uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 @contextlib.contextmanager
 def started(*command):
     """The address of a server that runs as a process, once it answers."""
-    url = nobody()
+    url = f"http://127.0.0.1:{free_port()}"
     process = subprocess.Popen([*map(str, command), url.rpartition(":")[2]], cwd=ROOT, env={"PATH": "/usr/bin:/bin"})
     try:
         while process.poll() is None:

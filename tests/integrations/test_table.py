@@ -7,61 +7,26 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import warm_python
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.fields import key
 from mt_grpo.recipe import plugins as choose
 from mt_grpo.recipe.parse import make_absolute
-from mt_grpo.recipe.plugins import Integration
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclasses.dataclass
-class PuppetKeys:
-    puppet: str | None = key(None, "Who plays", needs="the line environment: theatre")
-
-
-class Theatre(Integration):
-    """An integration as a folder's keys.py has it."""
-
-    keys, line = PuppetKeys, "environment: theatre"
-
-    def runs(self, script_args):
-        return script_args.environment == "theatre"
-
-    def conversation(self, script_args, args, base):
-        return type("Play", (base,), {"puppet": script_args.puppet}), None
-
-
-PLAIN = vars(mt.recipe_classes()[0]()) | {"puppet": None}
-
-
-def settings(**keys):
-    return SimpleNamespace(**PLAIN | keys)
-
-
-def load(**keys):
+@pytest.mark.parametrize("keys, message", [
+    ({"gym_text": "a.py:B"}, "gym_text has no effect without the line environment: gym"),
+    ({"environment": "openai_agent", "mcp_config_file": "a.json"},
+     "mcp_config_file has no effect without the trainer's own conversation"),
+])  # fmt: skip
+def test_a_key_without_its_integration_is_refused(keys, message):
     args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
-    return choose.load_conversation(settings(**keys), args, mt.MultiTurnToolEnv)
-
-
-def test_a_new_integration_is_its_keys_and_its_place_in_the_list(monkeypatch):
-    everyone = (*choose.integrations(), Theatre())
-    monkeypatch.setattr(choose, "integrations", lambda: everyone)
-    cls, environment = load(environment="theatre", puppet="Kasper")
-    assert issubclass(cls, mt.MultiTurnToolEnv) and (cls.puppet, environment) == ("Kasper", None)
-    assert load() == (mt.MultiTurnToolEnv, None)
-    with pytest.raises(ValueError, match="puppet has no effect without the line environment: theatre"):
-        load(puppet="Kasper")
-    with pytest.raises(ValueError, match="gym_text has no effect without the line environment: gym"):
-        load(environment="theatre", gym_text="a.py:B")
-    with pytest.raises(ValueError, match="mcp_config_file has no effect without the trainer's own conversation"):
-        load(environment="openai_agent", mcp_config_file="a.json")
+    with pytest.raises(ValueError, match=message):
+        choose.load_conversation(mt.recipe_classes()[0](**keys), args, mt.MultiTurnToolEnv)
 
 
 def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):

@@ -141,11 +141,6 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         log.append(("release", self.values.pop(instance_id), kwargs))
-
-
-class Blocks(Counter):
-    def execute(self, instance_id, parameters, **kwargs):
-        return "5", 0.0, {}
 '''
 NATIVE = "tools: [{class_name: written_tools.Counter, config: {type: native}, tool_schema: null}]"
 NEW = {
@@ -267,20 +262,6 @@ def test_a_tool_that_hangs_or_blocks_delays_no_conversation(tmp_path):
     log = importlib.import_module("written_tools").log
     assert {name for step, name, *_ in log if step == "thread"} == {"mt-grpo-verl"}
     assert [step for step, *_ in log].count("release") == 2  # always
-
-
-def test_a_release_that_raises_stops_no_other_and_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
-    counter(tmp_path, NEW)
-    rewrite(tmp_path, "self.values[instance_id] / 10", "['a text']")
-    source = (tmp_path / "written_tools.py").read_text()
-    other = source.replace("self.values.pop(instance_id)", "1 / 0").replace('"name": "count"', '"name": "bad"')
-    (tmp_path / "written_other.py").write_text(other.replace("['a text']", "None"))
-    write_yaml(tmp_path, "tools: [{class_name: written_other.Counter}, {class_name: written_tools.Counter}]")
-    rollouts, log = count(tmp_path, [ANSWER], [ANSWER], rows=[{}, {}])
-    assert [(rollout.error, rollout.reward) for rollout in rollouts] == [(None, None)] * 2
-    assert "ZeroDivisionError: division by zero" in caplog.text
-    assert sum("count returned the reward ['a text']" in message for message in caplog.messages) == 1
-    assert sorted(step for step, *_ in log) == ["calc_reward"] * 2 + ["create"] * 2 + ["release"] * 2
 
 
 def test_a_row_selects_tools(tmp_path):
@@ -448,26 +429,16 @@ def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
     assert talk._instance_dict == {}
 
 
-BAD_YAML = {
-    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set twice, again on line 2",
-    "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]": "argument 'create_kwarg_from'",
-    "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]": "are called 'count'",
-    "tools: [{class_name: written_tools.Blocks}]": "execute is not async",
-}
-
-
-@pytest.mark.parametrize("text", BAD_YAML)
-def test_a_bad_yaml_is_rejected(tmp_path, text):
-    with pytest.raises(ValueError, match=f"^tools_config_file: .*{BAD_YAML[text]}"):
+def test_a_bad_yaml_is_rejected(tmp_path):
+    text = "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]"
+    with pytest.raises(ValueError, match="^tools_config_file: .*argument 'create_kwarg_from'"):
         build(tools_config_file=counter(tmp_path, NEW, text))
 
 
-def test_another_environment_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    counter(tmp_path, NEW)
-    (tmp_path / "other.py").write_text("class Other:\n    def reset(self, **row):\n        pass\n")
-    with pytest.raises(ValueError, match="another one"):
-        build(tools_config_file="tools.yaml", environment="other.py:Other")()
+def test_names_that_clash_are_rejected(tmp_path):
+    talk = interaction(tmp_path, text="interaction: [{class_name: written_talk.GuessInteraction, name: count}]")
+    with pytest.raises(ValueError, match="A tool is called 'count'"):
+        build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=talk)
 
 
 BAD_ROWS = {
@@ -527,17 +498,6 @@ def test_a_create_that_is_abandoned_is_released(tmp_path):
     while log[-1][0] != "release":
         time.sleep(0.05)
     assert [step for step, *_ in log] == ["create", "release"]
-
-
-def test_names_that_clash_are_rejected(tmp_path):
-    talk = interaction(tmp_path, text="interaction: [{class_name: written_talk.GuessInteraction, name: count}]")
-    with pytest.raises(ValueError, match="A tool is called 'count'"):
-        build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=talk)
-    for before, name in (("count", "agent_data"), ("agent_data", "_hidden")):
-        rewrite(tmp_path, f'"name": "{before}"', f'"name": "{name}"')
-        del sys.modules["written_tools"]
-        with pytest.raises(ValueError, match=f"A tool is called '{name}'"):
-            build(tools_config_file=str(tmp_path / "tools.yaml"))
 
 
 @pytest.mark.parametrize("returned", [
@@ -637,38 +597,34 @@ def test_the_search_server_speaks_search_r1s_protocol(search_server):
     assert requests.get(search_server.replace("/retrieve", "/health"), timeout=30).status_code == 200
 
 
-class Ray(types.ModuleType):
-    """What verl's tools need of ray: actors, whose methods run at once."""
+class Result:
+    def __init__(self, value):
+        self.value = value
 
-    class Actor:
-        def __init__(self, cls):
-            self.cls, self.options = cls, lambda **kwargs: self
+    def __await__(self):
+        yield from ()
+        return self.value
 
-        def remote(self, *args, **kwargs):
-            return Ray.Handle(self.cls(*args, **kwargs))
 
-    class Handle:
-        def __init__(self, made):
-            self.made = made
+class Remote:
+    """What verl's tools need of ray's actors: `.remote(...)` calls at once, and other names are of the class."""
 
-        def __getattr__(self, name):
-            method = getattr(self.made, name)
-            return types.SimpleNamespace(remote=lambda *args, **kwargs: Ray.Result(method(*args, **kwargs)))
+    def __init__(self, function, made=None):
+        self.function, self.made, self.options = function, made, lambda **kwargs: self
 
-    class Result:
-        def __init__(self, value):
-            self.value = value
+    def remote(self, *args, **kwargs):
+        value = self.function(*args, **kwargs)
+        return Remote(None, value) if isinstance(self.function, type) else Result(value)
 
-        def __await__(self):
-            yield from ()
-            return self.value
+    def __getattr__(self, name):
+        return Remote(getattr(self.made, name))
 
-    @staticmethod
-    def remote(*args, **kwargs):
-        return Ray.Actor(*args) if args else Ray.Actor
 
-    method = staticmethod(lambda **kwargs: lambda function: function)
-    get = staticmethod(lambda result: result.value)
+def ray_module():
+    ray = types.ModuleType("ray")
+    ray.remote = lambda *args, **kwargs: Remote(*args) if args else Remote
+    ray.method, ray.get = lambda **kwargs: lambda function: function, lambda result: result.value
+    return ray
 
 
 @pytest.mark.contract("verl search tool")
@@ -676,7 +632,7 @@ class Ray(types.ModuleType):
 def test_the_search_tool_against_the_server(search_server, tmp_path, monkeypatch, unmodified):
     """verl's own file, with a stand-in for ray, and what is built in; both with verl's YAML but for the port."""
     if unmodified:
-        monkeypatch.setitem(sys.modules, "ray", Ray("ray"))
+        monkeypatch.setitem(sys.modules, "ray", ray_module())
         monkeypatch.setitem(sys.modules, "ray.actor", types.ModuleType("ray.actor"))
         shutil.copy(data_file("plugins/verl/search_tool.py"), tmp_path)
     config = data_file("plugins/verl/search_tool_config.yaml").read_text()
