@@ -118,7 +118,6 @@ def test_only_the_last_turn_answers(module):
 
 # (turns, tool execution, gold number or word found)
 CALLS = [
-    ([turn("1887"), answered("1887")], 0.2, 0.5),
     ([answered("1887")], 0.0, 0.0),
     # Half of the calls succeed.
     ([turn(("Error: not JSON", "call")), turn("1887"), answered("1887")], 0.1, 0.5),
@@ -130,7 +129,6 @@ CALLS = [
     ([turn("1887", calls=4)], 0.05, 0.5),
     # Several calls in a turn.
     ([turn("88", "1887")], 0.2, 0.5),
-    ([turn("88", ("1887", "tool"))], 0.1, 0.0),
     ([turn(("Error: busy", "timeout"), "1887")], 0.1, 0.5),
     ([turn("88", "1887", malformed=[1])], 0.1, 0.0),
     ([turn("Error: busy", "1887", "88", "88")], 0.15, 0.5),
@@ -160,7 +158,6 @@ def test_a_result_is_found_as_a_number_or_as_a_part_of_a_text():
 
 GOLDS = [
     (["France"], 1.0),
-    (["Spain", "France"], 1.0),
     (["Spain"], 0.0),
     ("France", 1.0),
     ({"value": "Gaul", "aliases": ["France", "FR"]}, 1.0),
@@ -189,7 +186,6 @@ def test_triviaqa_gold_may_be_a_list_a_dict_or_a_string(gold, exact):
         ("france", "France", 1.0, 0.5),
         ("in France", "France", 0.0, 0.5),
         ("Frances", "France", 0.0, 0.5),  # a plain substring, as in the paper
-        ("Fra nce", "France", 0.0, 0.0),
         ("STRASSE", "Straße", 1.0, 0.5),
         ("\u00a0Paris\u2003", "Paris", 1.0, 0.5),
         (".*", "France", 0.0, 0.0),
@@ -240,7 +236,6 @@ def test_the_maxima_are_exact():
 
 # (answer, gold, calculator: exact match, gsm8k: exact match, gsm8k: reads as a number)
 NUMBERS = [
-    ("1887", "1887", 1.0, 1.0, 0.1),
     ("1,887", "1887", 1.0, 1.0, 0.1),
     ("-10", "-10", 1.0, 1.0, 0.1),
     ("1887.5", "1887", 0.0, 0.0, 0.1),
@@ -255,9 +250,7 @@ NUMBERS = [
     # In a box, wherever it stands.
     ("\\boxed{1{,}887}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1887\\text{ apples}}", "1887", 0.0, 1.0, 0.1),
-    ("She pays 37*51 = \\boxed{1887} dollars.", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1887}, that is \\boxed{1,887.0}", "1887", 0.0, 1.0, 0.1),
-    ("\\boxed{88} or \\boxed{1887}", "1887", 0.0, 0.0, 0.0),
     ("\\boxed{1887", "1887", 0.0, 0.0, 0.0),
     ("\\boxed{\\frac{1887}{1}}", "1887", 0.0, 0.0, 0.0),
     # No number, or not only a number and its unit.
@@ -267,7 +260,6 @@ NUMBERS = [
     ("2½", "2", 0.0, 0.0, 0.0),
     ("2\\frac{1}{2}", "2", 0.0, 0.0, 0.0),
     ("12:30", "12", 0.0, 0.0, 0.0),
-    ("37*51", "1887", 0.0, 0.0, 0.0),
     ("1 887", "1887", 0.0, 0.0, 0.0),
     ("1e999999999", "1887", 0.0, 0.0, 0.0),
     ("-$-10", "10", 0.0, 0.0, 0.0),
@@ -362,13 +354,10 @@ def test_each_program_is_judged_by_itself(monkeypatch):
     [
         (["The answer is 18"], True),
         (["total = $1,018\n eggs: 18.0 each\n\n"], True),
-        (["18 of 20"], False),
         (["16 17 18 19"], False),
         (["18\nThe program printed nothing."], False),
-        (["-18"], False),
         (["1.8e+01"], True),
         (["x18", "(3, 18)"], True),
-        (["1e-18"], False),
         (["17", "18"], True),
         (["18", "17"], False),  # several calls in one turn are one guess
         (["18", ToolResult("18", "tool")], False),
