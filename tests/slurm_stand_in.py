@@ -5,8 +5,7 @@ step's number as its name. The processes of a step are those with this folder an
 
 srun        starts as many tasks as --ntasks says. SIGTERM does not reach them: it kills all processes of the step.
             With --kill-on-bad-exit the first task that fails ends the others: by SIGTERM, and 30 s later by SIGKILL.
-            A step has the GPUs that --gpus-per-node says. While $STEPS/hold is there, no step begins; $STEPS/held says
-            that one waits.
+            A step has the GPUs that --gpus-per-node says.
 squeue      prints the steps. Where $STEPS/busy is there, it fails once, as if the controller did not answer.
 scancel     sends a signal to all processes of a step.
 scontrol    `show hostnames` prints the names of a list that are separated by commas; `requeue` writes the job's number
@@ -47,12 +46,6 @@ def srun(arguments: list[str]) -> int:
         options[name] = value
     count, names = int(options["--ntasks"]), options["--nodelist"].split(",")
     assert count == int(options["--nodes"]) == len(names), options
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("srun: there is no step yet"))
-    if (STEPS / "hold").exists():
-        (STEPS / "held").touch()
-    while (STEPS / "hold").exists():
-        time.sleep(0.02)
-
     step = next(number for number in map(str, range(100)) if claim(number, options["--job-name"]))
 
     killed = []

@@ -76,25 +76,6 @@ def test_a_folder_lists_what_is_in_it(folder):
     assert len(text) > 100, f"{folder} does not say why it stands where it stands"
 
 
-CODE = [
-    SCRIPT,
-    *(path for folder in ("mt_grpo", "scripts", "rewards", "tools") for path in (ROOT / folder).rglob("*.py")),
-]
-
-
-@pytest.mark.parametrize("path", sorted(CODE), ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_tables_keep_a_form_of_their_own(path):
-    """`# fmt: skip` stands behind constants and lists of many entries. Everything else is as ruff writes it."""
-    text, tables = path.read_text(), set()
-    for node in ast.walk(ast.parse(text)):
-        constants = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
-        tables |= {each.end_lineno for each in constants if isinstance(each, ast.Assign | ast.AnnAssign)}
-        entries = getattr(node, "keys", None) if isinstance(node, ast.Dict) else getattr(node, "elts", [])
-        tables |= {node.end_lineno} if len(entries) >= 8 else set()
-    skipped = {number for number, line in enumerate(text.split("\n"), 1) if line.endswith("# fmt: skip")}
-    assert skipped <= tables, f"lines {sorted(skipped - tables)} are no tables: take `# fmt: skip` away"
-
-
 @pytest.mark.contract("script classes")
 def test_the_script_has_its_three_classes():
     """They are written in the file that a user copies, and not imported into it."""
@@ -147,7 +128,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_only_a_model_that_reads_images_loads_their_processor():
     """It is imported in functions alone."""
-    for path in CODE:
+    for path in [SCRIPT, *(path for folder in (PACKAGE, ROOT / "scripts") for path in folder.rglob("*.py"))]:
         at_the_top = [node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
         assert "mt_grpo.images.processor" not in at_the_top, path
 

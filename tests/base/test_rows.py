@@ -69,9 +69,7 @@ def roll_out(model, folder, data, evaluates=False, **changes):
     return Keeps.got, seen, trainer
 
 
-# =====================================================================================================================
-# A row is what its JSON says
-# =====================================================================================================================
+# --- A row is what its JSON says -------------------------------------------------------------------------------------
 
 
 def draw(rng, depth=0):
@@ -171,8 +169,10 @@ def test_the_longest_prompt_is_looked_for_in_all_rows(random_model):
 
 
 def test_rows_are_read_as_those_of_a_data_set(tmp_path):
+    """Empty lines are no rows."""
     rows = [{"prompt": str(i), **({"n": i} if i % 2 else {})} for i in range(6)]
-    data = load_rows(written(tmp_path / "rows.jsonl", rows), "train", size=5)
+    lines = [line for row in rows for line in ("", json.dumps(row))]
+    data = load_rows(written(tmp_path / "rows.jsonl", lines), "train", size=5)
     assert (len(data), data.column_names, data["n"]) == (5, ["prompt", "n"], [None, 1, None, 3, None])
     assert data[-2]["n"] == 3
     for key, error in ((5, IndexError), (-6, IndexError), ("m", KeyError)):
@@ -180,19 +180,9 @@ def test_rows_are_read_as_those_of_a_data_set(tmp_path):
             data[key]
 
 
-# =====================================================================================================================
-# No column is changed
-# =====================================================================================================================
+# --- No column is changed --------------------------------------------------------------------------------------------
 
 SOLUTION = "She earns 18 * 100 dollars.\n#### 1,800"
-
-
-def test_empty_lines_are_no_rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n" + "".join(f'{{"prompt": "{i}"}}\n\n' for i in range(3)))
-    for size in (1, 2, 3, None):
-        rows = load_rows(str(path), "train", size)
-        assert [row["prompt"][0]["content"] for row in rows] == ["0", "1", "2"][:size]
 
 
 def test_a_data_set_in_python_is_used_untouched(random_model, tmp_path):
@@ -268,9 +258,7 @@ def test_nulls_of_files_and_of_tables_in_one_run(random_model, tmp_path, monkeyp
     }  # fmt: skip
 
 
-# =====================================================================================================================
-# Images
-# =====================================================================================================================
+# --- Images ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key, value", [("image", "cat.png"), ("images", ["cat.png"])])
@@ -308,9 +296,7 @@ def test_columns_without_an_image_are_of_no_harm(random_model, tmp_path, empty):
     assert seen["columns"] == {key: [empty] * 4} and json.loads(got[0])[key] == empty
 
 
-# =====================================================================================================================
-# Many rows, and the same rows again
-# =====================================================================================================================
+# --- Many rows, and the same rows again ------------------------------------------------------------------------------
 
 
 def test_the_checks_hold_a_row_at_a_time(random_model, tmp_path):

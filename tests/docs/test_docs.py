@@ -21,11 +21,11 @@ import vision_model
 import yaml
 from bench.common import with_section
 from build import configuration
-from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
-from scripted import Scripted, call
+from scripted import CHATML_TOKENIZER, Scripted, call, echo
 from test_agents import run as run_agent
 from test_size import sizes
+from test_trainer import make_trainer
 from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
@@ -69,6 +69,14 @@ def block(text: str, language: str, word: str) -> str:
     return found
 
 
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder that has the recipes, tools and rewards, in which the example runs."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("hf_recipes", "tools", "rewards"):
+        Path(folder).symlink_to(ROOT / folder)
+
+
 def run(code: str, space: dict | None = None) -> dict:
     space = {} if space is None else space
     exec(compile(code, "documentation", "exec"), space)
@@ -93,22 +101,7 @@ def test_every_key_is_documented_as_its_field_says():
 
 
 def test_every_documented_metric_is_logged_and_every_own_metric_documented(random_model, tmp_path):
-    def echo(text: str) -> str:
-        """Return the text."""
-        return text
-
-    def reward(completion_ids, **kwargs):
-        return [float(sum(ids) % 7) for ids in completion_ids]
-
-    args = mt.MTGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=1, logging_steps=1,
-        save_strategy="no", disable_tqdm=True, refill_groups=1,
-    )  # fmt: skip
-    trainer = mt.MTGRPOEnvTrainer(
-        random_model, mt.MultiTurnToolEnv([echo], None), [], [reward], args=args,
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}] * 4),
-    )  # fmt: skip
+    trainer = make_trainer(random_model, tmp_path, max_steps=1, refill_groups=1)
     trainer.train()
     logged = set(trainer.state.log_history[0])
     documented = set(first_column(METRICS)) | set(re.findall(r"`((?:sync|completions)/\w+)`", METRICS))
@@ -116,7 +109,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     of_others = {name for name in documented if name.startswith("information_gain/")}
     of_functions = {name for name in documented if name.startswith("rewards/<function>/")}
     assert documented - with_server - of_others - of_functions <= logged
-    assert {name.replace("<function>", "reward") for name in of_functions} <= logged
+    assert {name.replace("<function>", "length_reward") for name in of_functions} <= logged
     files = (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py"), ROOT / "rewards/information_gain.py")
     source = "\n".join(path.read_text() for path in files)
     assert len(of_others) == 1 and all(f'"{name}"' in source for name in of_others)
@@ -145,10 +138,7 @@ def test_the_example_of_the_rollout_log_runs(tmp_path, monkeypatch):
     assert list(space["rows"]["step"]) == [1, 0] and list(space["best"]["step"]) == [1]
 
 
-def test_the_example_of_a_warm_start_trains(tmp_path, monkeypatch):
-    """In a folder with the models, and with data of that name."""
-    monkeypatch.chdir(tmp_path)
-    Path("hf_recipes").symlink_to(ROOT / "hf_recipes")
+def test_the_example_of_a_warm_start_trains(clone):
     row = {"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 0, 1, 1]}
     Path("data.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     run(block(PAGES["docs/recipes.md"], "python", "SFTTrainer("))
@@ -171,10 +161,8 @@ def test_the_reward_example_runs():
     assert space["OUTCOME_REWARD_FUNCS"][0](rollout_turns=rollout_turns, answer=["4"] * 4) == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_the_example_of_readme_trains(tmp_path, monkeypatch):
+def test_the_example_of_readme_trains(clone):
     """With three small steps instead of twenty."""
-    monkeypatch.chdir(tmp_path)
-    Path("hf_recipes").symlink_to(ROOT / "hf_recipes")
     code = block(PAGES["README.md"], "python", "MTGRPOConfig")
     assert len(code.splitlines()) <= 26
     run(code.replace("max_steps=20, per_device_train_batch_size=64", "max_steps=3, per_device_train_batch_size=16"))
@@ -184,15 +172,10 @@ def test_the_example_of_readme_trains(tmp_path, monkeypatch):
 
 def test_readme_says_how_large_this_is():
     """To two per cent of what tests/test_size.py counts: the script, and what else importing it loads."""
-    said = re.search(
-        r"in ([\d,]+) lines. It imports ([\d,]+) lines of\s+support code",
-        PAGES["README.md"],
-    )
-    script, rest = (int(number.replace(",", "")) for number in said.groups())
+    said = re.search(r"in ([\d,]+) lines. It imports ([\d,]+) lines of\s+support code", PAGES["README.md"])
+    numbers = [int(number.replace(",", "")) for number in said.groups()]
     real = sizes()
-    assert script == pytest.approx(real["script"], rel=0.02) and rest == pytest.approx(
-        real["core"] - real["script"], rel=0.02
-    )
+    assert numbers == pytest.approx([real["script"], real["core"] - real["script"]], rel=0.02)
     assert len(PAGES["README.md"].splitlines()) <= 150
 
 
@@ -202,10 +185,7 @@ def test_the_smallest_recipe_is_one(tmp_path, monkeypatch):
     mt.parse_arguments(["--config", str(tmp_path / "smallest.yaml")])
 
 
-def test_the_trainer_that_is_built_in_python_trains(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("hf_recipes", "tools", "rewards"):
-        Path(folder).symlink_to(ROOT / folder)
+def test_the_trainer_that_is_built_in_python_trains(clone):
     space = run(block(RECIPES, "python", "MTGRPOEnvTrainer("))
     assert space["trainer"].state.global_step == 2
 
@@ -216,9 +196,7 @@ def with_qwens_calls(tokenizer):
 
 
 @pytest.mark.parametrize("sign, name", [("-", "GRPOTrainer"), ("+", "MTGRPOEnvTrainer")])
-def test_both_sides_of_the_diff_to_trl_train(sign, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("hf_recipes").symlink_to(ROOT / "hf_recipes")
+def test_both_sides_of_the_diff_to_trl_train(sign, name, clone, monkeypatch):
     # TRL reads calls by the text of the template. The bundled model's is Qwen's, made short.
     monkeypatch.setattr("trl.trainer.grpo_trainer.add_response_schema", with_qwens_calls)
     lines = block(PAGES["docs/trl.md"], "diff", "GRPOTrainer(").splitlines()
@@ -227,45 +205,22 @@ def test_both_sides_of_the_diff_to_trl_train(sign, name, tmp_path, monkeypatch):
     assert type(trainer).__name__ == name and trainer.state.global_step == 2
 
 
-def scripted(tokenizer, turns: list[str]):
-    """A backend whose conversations all go the same way."""
-
-    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
-        text = turns[tokenizer.decode(prompt_ids).count("<result>")]
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
-
-    return SimpleNamespace(generate=generate, tokenizer=tokenizer)
-
-
-def test_the_environment_example_runs(random_model):
-    def echo(text: str) -> str:
-        """Return the text."""
-        return text
-
+def test_the_environment_example_runs():
     space = run(block(ENVIRONMENTS, "python", "class TerseErrors"))
-    call = '<tool>{"name": "%s", "args": {"text": "hi"}}</tool>'
-    llm = scripted(
-        AutoTokenizer.from_pretrained(random_model), [call % "echo", call % "nothing", "<answer>1</answer>"]
-    )
-    out = space["TerseErrors"]([echo], None).generate(["Say hi."], llm)
+    env = space["TerseErrors"]([echo], None, tokenizer=CHATML_TOKENIZER)
+    script = [call("echo", text="hi"), call("nothing", text="hi"), "<answer>1</answer>"]
+    out = env.generate(["Say hi."], Scripted([script]))
     said = [message["content"] for message in out["messages"][0] if message["role"] == "user"]
     assert said == ["Say hi.", "<result>\nhi\n</result>", "<result>\nError: the call failed.\n</result>"]
 
 
-def say(*turns) -> list[str]:
-    """Turns as the model writes them: text, or a call as (tool, arguments)."""
-    calls = [turn if isinstance(turn, str) else {"name": turn[0], "args": turn[1]} for turn in turns]
-    return [call if isinstance(call, str) else f"<tool>{json.dumps(call)}</tool>" for call in calls]
-
-
 # Of docs/environments.md: what stands in the block -> (row, what the model says, what it reads, reason, rewards).
 EXAMPLES = {
-    "class Door": ({"seed": 1}, say(("enter", {"digit": 1}), ("enter", {"digit": 2}), "<answer>2</answer>"),
+    "class Door": ({"seed": 1}, [call("enter", digit=1), call("enter", digit=2), "<answer>2</answer>"],
                    ["higher", "open"], "answered", (0.5, [None] * 3)),
-    "class LastOnly": ({}, say(("echo", {"text": "a"}), ("echo", {"text": "b"}), "<answer>b</answer>"),
+    "class LastOnly": ({}, [call("echo", text="a"), call("echo", text="b"), "<answer>b</answer>"],
                        ["a", "b"], "answered", (None, [None] * 3)),
-    "class Countdown": ({"start": 3}, say(("take", {"number": 2}), ("take", {"number": 1})),
+    "class Countdown": ({"start": 3}, [call("take", number=2), call("take", number=1)],
                         ["1 left"], "environment_stop", (None, [0.1, 1.0])),
 }  # fmt: skip
 
@@ -275,7 +230,7 @@ def test_the_example_of_images_runs(tmp_path):
     (tmp_path / "example.py").write_text(block(PAGES["docs/images.md"], "python", "class Board"))
     _, cls = load_environment(f"{tmp_path}/example.py:Board", None, mt.MultiTurnToolEnv)
     tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
-    turns = say(("move", {}), "<answer>again</answer>", "<answer>1</answer>")
+    turns = [call("move"), "<answer>again</answer>", "<answer>1</answer>"]
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
     env = mt.MultiTurnToolEnv([], None, 3, tokenizer=tokenizer, environment=cls)
     (rollout,) = env.generate(["Begin."], Scripted([script]), rows=[{}])["rollouts"]
@@ -284,37 +239,26 @@ def test_the_example_of_images_runs(tmp_path):
 
 
 @pytest.mark.parametrize("word", EXAMPLES)
-def test_an_example_of_an_environment_runs(word, random_model, tmp_path):
+def test_an_example_of_an_environment_runs(word, tmp_path):
     """As a tools file, or by `environment: path.py:Class`, with the conversation that the page describes."""
     row, turns, read, reason, rewards = EXAMPLES[word]
-    (tmp_path / "example.py").write_text(block(ENVIRONMENTS, "python", word))
     path = str(tmp_path / "example.py")
+    Path(path).write_text(block(ENVIRONMENTS, "python", word))
     if word == "class Door":
         tools, (_, cls) = load_tools(path), load_environment(None, path, mt.MultiTurnToolEnv)
     else:
         tools, (_, cls) = [], load_environment(f"{path}:{word.split()[1]}", None, mt.MultiTurnToolEnv)
-
-    def echo(text: str) -> str:
-        """Return the text."""
-        return text
-
-    tokenizer, prompts = AutoTokenizer.from_pretrained(random_model), []
-
-    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
-        prompts.append(tokenizer.decode(prompt_ids))
-        ids = tokenizer(turns[len(prompts) - 1], add_special_tokens=False)["input_ids"]
-        return SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
-
-    env = mt.MultiTurnToolEnv([*tools, *([echo] if word == "class LastOnly" else [])], None, 3, environment=cls)
-    llm = SimpleNamespace(generate=generate, tokenizer=tokenizer)
+    tools = [*tools, *([echo] if word == "class LastOnly" else [])]
+    env = mt.MultiTurnToolEnv(tools, None, 3, tokenizer=CHATML_TOKENIZER, environment=cls)
+    llm = Scripted([turns])
     (rollout,) = env.generate(["Begin."], llm, rows=[row])["rollouts"]
     assert [turn.observation for turn in rollout.turns if turn.observation] == read
     assert rollout.stop_reason == reason
     assert (rollout.reward, [turn.reward for turn in rollout.turns]) == rewards
     if word == "class LastOnly":
-        assert prompts[2].count("<result>") == 1 and "Begin." in prompts[2] and '"a"' not in prompts[2]
-        assert len(rollout.records) == 3
-    if word in ("class Door", "class Countdown"):
+        last = CHATML_TOKENIZER.decode(llm.requests[2].prompt)
+        assert last.count("<result>") == 1 and "Begin." in last and '"a"' not in last and len(rollout.records) == 3
+    else:
         assert rollout.prompt_messages[0]["content"].startswith("Begin. T")
 
 
@@ -393,7 +337,7 @@ def test_the_page_says_what_the_protocol_has():
 
 def test_the_notebook_example_runs(random_model, capsys):
     tokenizer = AutoTokenizer.from_pretrained(random_model)
-    turns = ['<tool>{"name": "calculator", "args": {"expression": "37 * 51 + 2"}}</tool>', "<answer>1889</answer>"]
+    turns = [call("calculator", expression="37 * 51 + 2"), "<answer>1889</answer>"]
 
     def says(request):
         answer = {"data": [{"id": "scripted", "max_model_len": 8192}]}
@@ -525,14 +469,6 @@ def test_every_command_has_a_script_and_options_that_it_accepts(page, capsys):
             assert accepts(script, option, capsys), f"{script} does not take {option}: {words}"
 
 
-def test_a_wrong_command_is_noticed(capsys):
-    text = "```bash\nA=1 bash scripts/train.sh x \\\n    --max_steps 5  # five\nrm x\n```\n and `B=2 python a.py\n--b`"
-    assert block_commands(text) == [["bash", "scripts/train.sh", "x", "--max_steps", "5"], ["rm", "x"]]
-    assert span_commands(text) == [["python", "a.py", "--b"]]
-    for script, option in (("train.sh", "--max_steps"), ("setup.sh", "--gpu"), ("bench/gpu.py", "--rollouts")):
-        assert accepts(f"scripts/{script}", option, capsys) and not accepts(f"scripts/{script}", option[:-1], capsys)
-
-
 def test_vllm_takes_the_flags_of_the_server_by_hand():
     parser_of = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -563,10 +499,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(page: str, text: str) -> list[str]:
-    broken, prose = (
-        [],
-        re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S),
-    )  # `table[key](value)` of a program is no link
+    broken, prose = [], re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)  # a program's `a[b](c)` is no link
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if target.startswith("https://"):
             continue
@@ -587,30 +520,13 @@ def test_each_page_has_a_place_in_the_site():
     assert len(nav) == len(set(nav)) and {path.name for path in ROOT.glob("docs/*.md")} <= {*nav}
 
 
-def test_a_broken_link_is_noticed():
-    text = "[a](choosing_credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#gpus) [e](https://x.org)"
-    assert broken_links("docs/speed.md", text) == ["credit.md#nowhere", "nowhere.md"]
-
-
 # --- the benchmarks' tables ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, function", [("rollout", "section"), ("step", "section"), ("sync", "markdown"), ("gpu", "section")]
-)
-def test_the_page_has_the_table_of_the_results_file(name, function):
+@pytest.mark.parametrize("name", ["rollout", "step", "sync", "gpu", "versions", "real_model"])
+def test_the_page_has_the_table_of_the_results_file(name):
     results = json.loads((ROOT / f"docs/results/{name}.json").read_text())
-    made = getattr(importlib.import_module(f"bench.{name}"), function)(results)
-    assert with_section(PAGES["docs/speed.md"], name, made) == PAGES["docs/speed.md"]
-
-
-def test_the_table_of_versions_is_that_of_its_results():
-    results = json.loads((ROOT / "docs/results/versions.json").read_text())
-    made = importlib.import_module("bench.versions").section(results)
-    assert with_section(PAGES["docs/versions.md"], "versions", made) == PAGES["docs/versions.md"]
-
-
-def test_the_report_of_the_real_model_is_that_of_its_results():
-    results = json.loads((ROOT / "docs/results/real_model.json").read_text())
-    made = importlib.import_module("bench.real_model").section(results)
-    assert with_section(PAGES["docs/real_model.md"], "real_model", made) == PAGES["docs/real_model.md"]
+    bench = importlib.import_module(f"bench.{name}")
+    made = bench.markdown(results) if name == "sync" else bench.section(results)
+    page = PAGES[f"docs/{name if name in ('versions', 'real_model') else 'speed'}.md"]
+    assert with_section(page, name, made) == page

@@ -26,7 +26,7 @@ from conftest import data_file
 from datasets import Dataset
 from launch.launch_plan import share_gpus
 from openenv_server import Served
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import RunError
@@ -51,8 +51,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in ROOT.glob("hf_recipes/*/*.yaml") if path.parent.name != "accelerate")
 LAUNCHERS = sorted(ROOT.glob("hf_recipes/accelerate/*.yaml"))
 CPU_FLAGS = ["--use_cpu", "true", "--bf16", "false"]  # without a GPU, transformers refuses `bf16: true`
-
-each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +99,7 @@ def num_processes(path: Path) -> int:
 # --- the recipes as files --------------------------------------------------------------------------------------------
 
 
-@each_recipe
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_parses_for_its_number_of_processes(path, monkeypatch):
     """Also TRL's own arithmetic, as each of the processes that the header starts would do it."""
     processes = num_processes(path)
@@ -123,23 +121,15 @@ def test_recipe_parses_for_its_number_of_processes(path, monkeypatch):
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if read(p).get("vllm_mode") == "server"], ids=lambda p: p.stem)
 def test_header_starts_a_server_that_fits(path):
+    """What the trainer's own check of a server does not ask for."""
     text, recipe = header(path), read(path)
-    if servers := re.search(r"NUM_SERVERS=(\d+)", text):  # train.sh starts them as the recipe needs them
-        assert f"{num_processes(path)} for training" in text and f" and {servers[1]} for vLLM" in text
-        return
-    assert f" {recipe['model_name_or_path']} " in text and f"--host {recipe['vllm_server_host']}" in text
     if recipe.get("rollout_engine") == "sglang":
-        assert f"--port {recipe['vllm_server_port']}" in text and "-m sglang.launch_server" in text
         assert "images" not in text or ("SGLANG_VLM_CACHE_SIZE_MB=0" in text and "MM_AVOID_RETOKENIZE=1" in text)
-        start = "SGLANG"
-    else:
-        assert "VLLM_SERVER_DEV_MODE=1" in text and "--logprobs-mode processed_logprobs" in text
-        start = "VLLM"
     for length in re.findall(r"--(?:max-model-len|context-length) (\d+)", text):
         assert int(length) >= recipe["max_completion_length"] + 1024  # room for the prompt
     for group in re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+) accelerate", text):
         assert group.split(",") == [str(i) for i in range(num_processes(path))]
-        assert f"CUDA_VISIBLE_DEVICES={num_processes(path)} {start}" in text
+        assert f"CUDA_VISIBLE_DEVICES={num_processes(path)} " in text
 
 
 # The paper's run (arXiv 2505.11821).
@@ -162,44 +152,29 @@ OF_EIGHT_GPUS = [path for path in RECIPES if path.parent.name == "Qwen" and "pap
 
 @pytest.mark.parametrize("path", OF_EIGHT_GPUS, ids=lambda path: path.stem)
 def test_arithmetic_of_the_recipes_for_eight_gpus(path):
-    """Batches of whole groups, held-out rows, servers for half of the GPUs; and what the comments say of them."""
+    """Servers for half of the GPUs, held-out rows of whole batches, room for every turn; and the header's numbers."""
     recipe, text, processes = read(path), header(path), num_processes(path)
-    device, steps = recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]
-    group = recipe["num_generations"]
+    device, steps, group = (
+        recipe[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    )
     rollouts = device * processes * steps
-    assert rollouts >= 256 and group in (8, 16) and rollouts % group == 0
     groups = f"{rollouts} rollouts = {rollouts // group} questions with {group} each."
-    assert f"# One batch: {device} per device x {processes} x {steps} = {groups}\n" in text
+    assert rollouts >= 256 and f"# One batch: {device} per device x {processes} x {steps} = {groups}\n" in text
     if recipe["vllm_mode"] == "server":
-        gpus = int(re.search(r"Hardware: (\d+) GPUs", text)[1])
         servers = int(re.search(r"NUM_SERVERS=(\d+) ", text)[1])
-        trainers, serving = share_gpus([str(i) for i in range(gpus)], servers, 1)
-        assert (len(trainers), gpus) == (processes, 8) and (2 * len(serving) >= gpus or recipe["max_staleness"])
-    assert recipe["eval_strategy"] == "steps" and recipe["eval_steps"] <= recipe["max_steps"]
-    held_out = int(re.fullmatch(r"test\[:(\d+)\]", recipe["dataset_test_split"])[1])
+        trainers, serving = share_gpus([str(i) for i in range(8)], servers, 1)
+        assert len(trainers) == processes and (len(serving) >= 4 or recipe["max_staleness"])
     asked = recipe["per_device_eval_batch_size"] * processes
-    assert held_out % asked == 0 and asked % recipe["num_generations_eval"] == 0
-    assert recipe["save_steps"] % recipe["eval_steps"] == 0 and "report_to" in recipe
+    held_out = int(re.fullmatch(r"test\[:(\d+)\]", recipe["dataset_test_split"])[1])
+    assert (
+        held_out % asked == asked % recipe["num_generations_eval"] == recipe["save_steps"] % recipe["eval_steps"] == 0
+    )
     turns, results = recipe["max_env_steps"] + 1, recipe["max_env_steps"] * recipe["max_tool_response_tokens"]
     assert turns * recipe["max_turn_tokens"] + results <= recipe["max_completion_length"]  # no limit ends a turn early
     longest = recipe["max_completion_length"] + 512  # a prompt with its tools
     assert longest <= recipe.get("vllm_max_model_length", 32768) and recipe["max_tokens_per_pass"] >= longest
-    assert recipe["tool_format"] == ("xml" if "Qwen2.5-VL" in path.stem else "hermes")
-    assert recipe["output_dir"] == f"runs/{path.stem}" and f"hf_recipes/Qwen/{path.name}\n" in text
     corpus = recipe.get("env", {}).get("WIKI_SEARCH_CORPUS")
     assert corpus is None or f"python scripts/build/wiki_corpus.py {corpus} " in text
-
-
-@pytest.mark.parametrize("path", [*OF_EIGHT_GPUS, ROOT / "hf_recipes/eight_gpus.yaml"], ids=lambda path: path.stem)
-def test_each_key_says_why(path):
-    """But for names of models, data and files. What is shared is said once, where it is set."""
-    named = {"model_name_or_path", "dataset_name", "tools_script", "reward_fn", "output_dir", "chat_template_kwargs"}
-    text = path.read_text(encoding="utf-8")
-    lines = {line.partition(":")[0]: line for line in text.splitlines() if re.match(r"\w+:", line)}
-    assert {key for key, line in lines.items() if " # " not in line} <= named
-    if "include" in lines:
-        base, own = read(path.parent / lines.pop("include").split()[1]), read(path)
-        assert not [key for key in lines if key in base and base[key] == own[key]]
 
 
 def test_a_recipe_includes_another_one(tmp_path):
@@ -209,15 +184,10 @@ def test_a_recipe_includes_another_one(tmp_path):
     (tmp_path / "recipe.yaml").write_text("include: sub/middle.yaml\nseed: 2\nenv: {A: 1e-3}\n")
     assert read(tmp_path / "sub/middle.yaml") == {"seed": 1, "max_steps": 6, "env": {"A": "1", "B": "010"}}
     assert read(tmp_path / "recipe.yaml") == {"seed": 2, "max_steps": 6, "env": {"A": "1e-3"}}
-    for text, message in (
-        ("include: [a]\n", "include: .* is list, expected str"),
-        ("include: no.yaml\n", "recipe.yaml includes 'no.yaml', which is no file"),
-        ("include: recipe.yaml\n", "recipe.yaml includes 'recipe.yaml', which includes itself"),
-        ("include: sub/again.yaml\n", "sub/again.yaml includes '../recipe.yaml', which includes itself"),
-    ):
+    for text in ("include: no.yaml\n", "include: recipe.yaml\n", "include: sub/again.yaml\n"):
         (tmp_path / "recipe.yaml").write_text(text)
         (tmp_path / "sub/again.yaml").write_text("include: ../recipe.yaml\n")
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="which is no file|which includes itself"):
             read(tmp_path / "recipe.yaml")
     (tmp_path / "base.yaml").write_text("sed: 1\n")
     with pytest.raises(ValueError, match="Unknown keys in .*base.yaml: 'sed'"):
@@ -232,12 +202,6 @@ REPLACED = {
     "model_name_or_path", "dtype", "attn_implementation", "bf16", "use_cpu", "dataset_name", "dataset_config",
     "dataset_size", "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "max_steps", "env",
     "openenv_url",
-}  # fmt: skip
-# Replaced too, since there is no server here: the model itself generates. `test_recipe_reaches_vllm` keeps them.
-VLLM_KEYS = {
-    "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
-    "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_importance_sampling_mode", "weight_sync",
-    "rollout_engine", "max_staleness",
 }  # fmt: skip
 
 
@@ -258,14 +222,18 @@ def source_of(function) -> str:
 
 
 # Where a key's value is when it is used. A recipe key without an entry fails the test: show here what reads it.
+def kind_of_environments(trainer):
+    if hasattr(trainer.env, "agent"):
+        return "openai_agent"
+    return "gym" if game_of(trainer) else "openenv" if hasattr(class_of(trainer), "servers") else None
+
+
 def yaml_of_tool(trainer):
     """The file whose schema a tool of verl's format has."""
     (tool,) = trainer.env.environments.by_name[None].verl_tools.values()
-    schemas = {
-        path: yaml.safe_load(path.read_text())["tools"][0]["tool_schema"] for path in ROOT.glob("tools/verl/*.yaml")
-    }
-    (path,) = (path for path, schema in schemas.items() if schema == tool.json_schema)
-    return str(path.relative_to(ROOT))
+    for path in ROOT.glob("tools/verl/*.yaml"):
+        if yaml.safe_load(path.read_text())["tools"][0]["tool_schema"] == tool.json_schema:
+            return str(path.relative_to(ROOT))
 
 
 def file_of_rewards(trainer):
@@ -295,15 +263,7 @@ READ_BACK = {
         for path in ROOT.glob("hf_recipes/SmolLM2/examples/*.yaml")
         if read_prompt_examples(str(path)) == t.env.prompt_examples
     ),
-    "environment": lambda t: (
-        "openai_agent"
-        if hasattr(t.env, "agent")
-        else "gym"
-        if game_of(t)
-        else "openenv"
-        if hasattr(class_of(t), "servers")
-        else None
-    ),
+    "environment": kind_of_environments,
     "gym_env": lambda t: game_of(t)().env.spec.id,
     "gym_kwargs": lambda t: (
         {k: v for k, v in game_of(t)().env.spec.kwargs.items() if k in ("is_slippery", "sab")}
@@ -352,7 +312,7 @@ READ_BACK |= {
     for place, keys in UNDER_ITS_NAME.items()
     for key in keys.split()
 }
-READ_BACK_VLLM = {
+READ_BACK_VLLM = {  # replaced where there is no server and the model itself generates
     "use_vllm": lambda t: t.use_vllm,
     "vllm_mode": lambda t: t.backend,
     "vllm_server_host": lambda t: urlsplit(t.client.base_url).hostname,
@@ -366,6 +326,7 @@ READ_BACK_VLLM = {
     "rollout_engine": lambda t: t.client.servers[0].engine.name,
     "max_staleness": lambda t: t.args.max_staleness,
 }
+VLLM_KEYS = READ_BACK_VLLM.keys()
 
 
 @functools.cache
@@ -389,7 +350,7 @@ def lake_server() -> Served:
     return Served(FrozenLake, name="FrozenLake").__enter__()  # its threads are daemons
 
 
-FAMILIES = {"Qwen3-VL": "qwen3_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen2.5": "qwen2", "Qwen3": "qwen3"}
+FAMILIES = {"Qwen3-VL": "qwen3_vl", "Qwen2.5-VL": "qwen2_5_vl"}
 
 
 def family_of(name: str) -> str | None:
@@ -400,13 +361,6 @@ def family_of(name: str) -> str | None:
 def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
     original, name = recipe.get("reward_fn", ""), recipe["model_name_or_path"]
-    if family_of(name) == "qwen2":
-        model = str(shutil.copytree(model, folder / "qwen2"))
-        weights = AutoModelForCausalLM.from_pretrained(model)
-        sizes = {key: value for key, value in weights.config.to_dict().items() if key in Qwen2Config().to_dict()}
-        qwen2 = Qwen2ForCausalLM(Qwen2Config(**sizes | {"model_type": "qwen2", "architectures": None})).float()
-        qwen2.load_state_dict(weights.state_dict(), strict=False)  # the embedding, with its likely end of turn
-        qwen2.save_pretrained(model)
     if "zoom" in original:
         saved = vision_model.save(folder / "vision", family_of(name) or "qwen2_5_vl")
         config = json.loads((saved / "config.json").read_text())
@@ -540,9 +494,6 @@ def test_the_papers_keys_reach_what_they_name(random_model, tmp_path, monkeypatc
     assert advantages[0].tolist() == pytest.approx([0.5 - 0.25 * 0.1, 0.5, 0.5])
 
 
-# --- accelerate ------------------------------------------------------------------------------------------------------
-
-
 def test_accelerate_files_are_what_their_names_say():
     files = {path.stem: load_config_from_file(str(path)) for path in LAUNCHERS}
     assert {name: file.distributed_type.value for name, file in files.items()} == {
@@ -606,6 +557,8 @@ def test_refused_keys(parse):
     ({"optim": "schedule_free_adamw", "use_vllm": True, "vllm_mode": "server", "eval_strategy": "epoch"}, "averages"),
     ({"accelerator_config": {"split_batches": True}}, "some prompts would never be trained"),
     ({"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size"),
+    *(({"generation_kwargs": {key: value}}, f"generation_kwargs: '{key}'") for key, value in
+      (("num_beams", 4), ("do_sample", False), ("presence_penalty", 0.5), ("temperature", 0.5))),
 ])  # fmt: skip
 def test_settings_that_would_train_something_else(changes, words, parse):
     with pytest.raises(ValueError, match=words):
@@ -651,32 +604,19 @@ def test_one_gpu_is_two_arguments():
     assert backend_of(args) == "colocate"
 
 
-def test_sampling_keys_reach_both_kinds_of_backend(random_model, tmp_path, monkeypatch):
-    """The server's request, and the configuration that `model.generate` gets. `generation_kwargs` come last."""
+@pytest.mark.parametrize("served", [False, True])
+def test_sampling_keys_reach_the_backend(served, random_model, tmp_path, monkeypatch):
+    """`generation_kwargs` come last. The same dictionary goes into a server's request (tests/run/test_faults.py)."""
+    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
     keys = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1}
     expected = {**keys, "top_k": 5}
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
-    recipe |= keys | {"generation_kwargs": {"top_k": 5}}
+    recipe |= keys | {"generation_kwargs": {"top_k": 5}, "use_vllm": served, "vllm_mode": "server"}
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
     assert expected.items() <= trainer._sampling_params.items()
-    assert expected.items() <= trainer.generation_config.to_dict().items()
-    assert expected.items() <= trainer.generation_kwargs.items()
-
-    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)
-    recipe |= {"use_vllm": True, "vllm_mode": "server"}
-    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
-    sent = {}
-
-    async def post(path, payload, read):
-        sent.update(payload)
-        choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-        return read({"choices": [choice], "usage": {"prompt_tokens": 2}})
-
-    (client,) = trainer.client.servers
-    monkeypatch.setattr(client, "_post", post)
-    client.model_card = {"id": "model"}
-    run_async(client.generate([1, 2], 8, trainer._sampling_params))
-    assert expected.items() <= sent.items()
+    if not served:
+        assert expected.items() <= trainer.generation_config.to_dict().items()
+        assert expected.items() <= trainer.generation_kwargs.items()
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -698,9 +638,7 @@ def build(random_model, tmp_path, no_weights):
     ("changes", "message"),
     [
         ({"num_generation": 8}, r"'num_generation' \(did you mean 'num_generations'\?\)"),
-        ({"save_strategy": False}, "save_strategy: False .*quote them"),
         ({"max_completion_length": None}, "^max_completion_length: None .*expected int"),
-        ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .* is dict, expected"),
         ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* is read before"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
@@ -748,14 +686,8 @@ def test_every_number_has_a_range(parse, no_weights):
         for value in NUMBERS_OUT_OF_RANGE.get(key, by_default) if numeric and key not in REFUSED else ():
             with pytest.raises(ValueError, match=rf"^{key}\b.*, expected"):
                 parse(**{"use_peft": True, key: value})
-
-
-@pytest.mark.parametrize(
-    "key, value", [("num_beams", 4), ("do_sample", False), ("presence_penalty", 0.5), ("temperature", 0.5)]
-)
-def test_generation_kwargs_that_would_sample_another_distribution_are_rejected_by_name(key, value, parse):
-    with pytest.raises(ValueError, match=f"generation_kwargs: {key!r}"):
-        parse(generation_kwargs={key: value})
+    with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected"):
+        weights_of([len], [math.nan], "turn")  # as they are given in Python
 
 
 def test_good_values_are_taken(parse):
@@ -763,39 +695,28 @@ def test_good_values_are_taken(parse):
     edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1, 0.5], "seed": 0,
             "pad_to_multiple_of": "none", "lr_scheduler_type": "cosine_with_restarts", "tool_timeout": 5,
             "lr_scheduler_kwargs": '{"num_cycles": 2}', "learning_rate": "1e-6", "scale_rewards": "none"}  # fmt: skip
-    _, args, _ = parse("--max-env-steps", "3", "--beta=0.5", **edge)
+    _, args, _ = parse("--max-env-steps", "3", "--beta=0.5", "--output_dir", "out", **edge)
     assert (args.max_steps, args.top_p, args.min_p, args.seed, args.pad_to_multiple_of) == (-1, 1.0, 0.0, 0, None)
     assert args.turn_reward_weights == [-1.0, 0.5] and args.lr_scheduler_kwargs == {"num_cycles": 2}
     assert (args.learning_rate, args.tool_timeout, args.scale_rewards) == (1e-6, 5.0, "none")
     assert (args.max_env_steps, args.beta) == (3, 0.5)
+    assert args.output_dir == str(ROOT / "out")  # of the folder where the run starts, whatever a tool changes
     assert mt.MTGRPOConfig("x", use_cpu=True, bf16=False, scale_rewards=False).scale_rewards == "none"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--num_generation=8"], "on the command line: .*did you mean 'num_generations'"),
-        (["--config", "other.yaml"], "Several recipes are given"),
-    ],
-)
-def test_bad_command_line(flags, message, build):
+@pytest.mark.parametrize("flags", [["--num_generation=8"], ["--config", "other.yaml"]])
+def test_bad_command_line(flags, build):
     """Not argparse's way, which prints a screen of options and exits with 2."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="did you mean 'num_generations'|Several recipes are given"):
         build(*flags)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set twice, again on line 3"),
-        ("beta: !!python/object/apply:os.getpid []\n", "could not determine a constructor"),  # no code runs
-    ],
-)
-def test_bad_recipe(text, message, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    with pytest.raises((ValueError, yaml.YAMLError), match=message):
-        mt.parse_arguments(["--config", str(path)])
+@pytest.mark.parametrize("text", ["beta: 0.0\nseed: 1\nbeta: 0.1\n", "beta: !!python/object/apply:os.getpid []\n"])
+def test_bad_recipe(text, tmp_path):
+    """A key that is set twice, and code that would run."""
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises((ValueError, yaml.YAMLError), match="'beta' is set twice|could not determine a constructor"):
+        mt.parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
 
 
 def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
@@ -828,21 +749,17 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
 
 
 @pytest.mark.parametrize(
-    "key, code, message",
+    "code, message",
     [
-        ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .*plugin.py' is empty"),
-        ("tools_script", TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
-        ("reward_fn", "import sys\nsys.exit()", "reward_fn: .*ends the program when it is imported"),
-        ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
-        ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
+        ("TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
+        (TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
+        (TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
     ],
 )
-def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
-    path = tmp_path / "plugin.py"
-    path.write_text(code)
+def test_bad_tools_file(code, message, build, tmp_path):
+    (tmp_path / "plugin.py").write_text(code)
     with pytest.raises(ValueError, match=message):
-        build(**{key: str(path)})
+        build(tools_script=str(tmp_path / "plugin.py"))
 
 
 GAME = """
@@ -857,48 +774,27 @@ class Game:
 
     def get_reward(self) -> float:
         return float(self.made)
-
-
-class NoReward:
-    def reset(self, **row) -> None:
-        pass
-
-    def move(self, to: str) -> str:
-        "Move."
-
-
 """
-ALONE = {"tools_script": ..., "reward_fn": ...}
 
 
 @pytest.mark.contract("tools file")
-@pytest.mark.parametrize("where", ["environment", "tools_script"])
+@pytest.mark.parametrize("where", ["environment", "tools_script", "both"])
 def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
-    (tmp_path / "game.py").write_text(GAME + "\n\nENVIRONMENT = Game\n" * (where == "tools_script"))
+    """By one key or by the other: both would be two environments."""
+    path = tmp_path / "game.py"
+    path.write_text(GAME + "\n\nENVIRONMENT = Game\n" * (where != "environment"))
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
-    recipe = {key: value for key, value in recipe.items() if key not in ALONE}
-    recipe[where] = f"{tmp_path}/game.py" + ":Game" * (where == "environment")
-    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    recipe = {key: value for key, value in recipe.items() if key not in ("tools_script", "reward_fn")}
+    keys = {"environment": f"{path}:Game", "tools_script": str(path)}
+    recipe |= {key: value for key, value in keys.items() if where in (key, "both")}
+    arguments = ["--config", write(tmp_path, recipe)]
+    if where == "both":
+        with pytest.raises(ValueError, match="environment: '.*:Game' is an environment, and so is"):
+            mt.build_trainer(*mt.parse_arguments(arguments))
+        return
+    trainer = mt.build_trainer(*mt.parse_arguments(arguments))
     assert trainer.reward_func_names == ["Game"] and trainer.reward_weights.tolist() == [1.0]
     assert [cls.__name__ for cls in trainer.env.environments.by_name.values()] == ["Game"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "declared", "message"),
-    [
-        ({"environment": "NoReward", **ALONE}, "", "No reward functions. .*an environment with get_reward"),
-        ({"environment": "Game"}, "ENVIRONMENT = Game", "environment: '.*:Game' is an environment, and so is"),
-    ],
-)
-def test_bad_environment(changes, declared, message, build, tmp_path):
-    path = tmp_path / "game.py"
-    path.write_text(f"{GAME}\n\n{declared}\n")
-    if "environment" in changes:
-        changes = {**changes, "environment": f"{path}:{changes['environment']}"}
-    if declared:
-        changes = {**changes, "tools_script": str(path)}
-    with pytest.raises(ValueError, match=message):
-        build(**changes)
 
 
 ROW = '{"question": "1+1?", "answer": "2"}\n'
@@ -908,11 +804,9 @@ IMAGE = '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3: expected an object"),
         ('{"prompt": " ", "answer": "2"}', "row 0: .* needs a prompt of text"),
         (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: .*nan.* and its answer"),
         (IMAGE * 64, "row 0: a message has an image"),
-        ('{"prompt": "?", "answer": "2", "images": [{"path": "cat.png"}]}', "row 0: the column 'images' is"),
     ],
 )
 def test_bad_dataset(content, message, build, tmp_path):
@@ -951,20 +845,12 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, split, size, message",
-    [
-        (
-            "rows.jsonl",
-            "validation",
-            None,
-            "'rows.jsonl' has no split 'validation', only train and test",
-        ),  # else all rows
-        ("arithmetic", "tset", None, "'arithmetic' has no split 'tset'"),  # else of train
-        ("chain", "train", 10**9, "dataset_size=1000000000: chain has 1000000 rows at most"),  # else without an end
-    ],
+    "name, split, size",
+    [("rows.jsonl", "validation", None), ("arithmetic", "tset", None), ("chain", "train", 10**9)],
 )
-def test_splits_that_are_not_there(name, split, size, message):
-    with pytest.raises(ValueError, match=message):
+def test_splits_that_are_not_there(name, split, size):
+    """Else all rows would be taken, those of train, or rows without an end."""
+    with pytest.raises(ValueError, match=f"has no split '{split}'|chain has 1000000 rows at most"):
         load_rows(name, split, size)
 
 
@@ -986,99 +872,76 @@ def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
     return str(folder / "model")
 
 
-def test_weights_given_in_python_are_finite_too():
-    with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected"):
-        weights_of([len], [math.nan], "turn")
+@pytest.fixture
+def made(tmp_path):
+    """The configuration of a run with a server, with changes."""
+
+    def make(**changes):
+        served = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "server"}
+        return mt.MTGRPOConfig(**{"output_dir": str(tmp_path), "per_device_train_batch_size": 8, **served, **changes})
+
+    return make
 
 
-SERVED = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "server"}
+CUTS = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+CUTS_OF_SERVERS = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "logit_bias": {"7": 1.0},
+                   "bad_words": ["no"], "allowed_token_ids": [1, 2]}  # fmt: skip
 
 
-def test_what_a_clip_around_the_sampled_logprobs_needs(tmp_path):
-    def made(**changes):
-        made_of = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "old_logps": "sampled", **SERVED}
-        return mt.MTGRPOConfig(**{**made_of, **changes})
-
-    assert made().old_logps == "sampled" and made(top_p=1.0, generation_kwargs={"min_tokens": 0})
-    assert made(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=2.0)
-    assert made(old_logps="policy", top_p=0.9).top_p == 0.9
-    cuts = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
-    others = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "logit_bias": {"7": 1.0},
-              "bad_words": ["no"], "allowed_token_ids": [1, 2]}  # fmt: skip
-    for key, value in (cuts | others).items():
-        changes = {key: value} if key in cuts else {"generation_kwargs": {key: value}}
-        with pytest.raises(ValueError, match=rf"^old_logps: sampled: {key}=.* makes the sampled"):
-            made(**changes)
-        assert text_of_cuts(made(old_logps="policy", **changes)) == f"{key}={value}"
+@pytest.mark.parametrize("key", [*CUTS, *CUTS_OF_SERVERS])
+def test_a_clip_around_the_sampled_logprobs_needs_all_tokens(key, made):
+    changes = {key: CUTS[key]} if key in CUTS else {"generation_kwargs": {key: CUTS_OF_SERVERS[key]}}
+    with pytest.raises(ValueError, match=rf"^old_logps: sampled: {key}=.* makes the sampled"):
+        made(old_logps="sampled", **changes)
+    assert text_of_cuts(made(old_logps="policy", **changes)) == f"{key}={(CUTS | CUTS_OF_SERVERS)[key]}"
     assert text_of_cuts(made(generation_kwargs={"min_tokens": 0, "top_p": 1.0, "logit_bias": {}})) == ""
-    for changes, message in (
-        ({"vllm_importance_sampling_correction": False}, "needs .*vllm_importance_sampling_correction: true"),
-        ({"use_vllm": False}, "needs use_vllm: true"),
-        ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
-         "vllm_importance_sampling_clip_max=2.0 has no effect then"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            made(**changes)
+    assert made(old_logps="sampled", top_p=1.0, generation_kwargs={"min_tokens": 0}).old_logps == "sampled"
 
 
-def test_how_many_batches_may_be_in_flight(tmp_path):
-    """What cannot follow older weights is refused with the reason."""
-
-    def made(**changes):
-        return mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **{**SERVED, **changes})
-
-    assert [made().max_staleness, made(max_staleness=4).max_staleness] == [0, 4]
-    for changes, message in (
-        (
-            {"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_mask"},
-            "=1 needs importance ratios of tokens",
-        ),
-        ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_truncate"}, "token_truncate or token_mask"),
-        ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "=2 needs importance ratios"),
-        ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "a multiple of gradient"),
-        ({"max_staleness": 1, "refill_groups": 1}, "Set late_groups: admit"),
-        ({"max_staleness": 1, "vllm_mode": "colocate"}, "no effect without a server"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made(**changes)
-
-
-def test_defaults_that_fit_conversations(tmp_path):
-    args = mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED)
-    expected = {
-        "vllm_importance_sampling_mode": "token_truncate",
-        "max_completion_length": 4096,
-        "max_env_steps": 8,
-        "max_tool_response_tokens": None,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 10,
-        "old_logps": None,
-    }
-    assert {key: getattr(args, key) for key in expected} == expected
-    assert mt.recipe_classes()[2]().lora_dropout == 0.0
+STALE = {"max_staleness": 3}
+# The logprobs that the loss clips around, or why the run is refused. A loss that clips no token takes the policy's.
+OLD_LOGPS = [
+    ({"max_staleness": 2}, None),
+    (STALE, "sampled"),
+    (STALE | {"vllm_importance_sampling_mode": "token_mask"}, "sampled"),
+    (STALE | {"old_logps": "policy", "top_p": 0.9}, "policy"),
+    (STALE | {"loss_type": "sapo"}, "policy"),
+    (STALE | {"importance_sampling_level": "sequence"}, "policy"),
+    (STALE | {"top_p": 0.9}, "top_p=0.9 makes the sampled .* Set old_logps: policy"),
+    (STALE | {"vllm_importance_sampling_clip_max": 2.0}, "clip_max=2.0 has no effect then"),
+    ({"old_logps": "sampled", "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2.0},
+     "sampled"),
+    ({"old_logps": "sampled", "vllm_importance_sampling_correction": False}, "needs .*correction: true"),
+    ({"old_logps": "sampled", "use_vllm": False}, "needs use_vllm: true"),
+    # What cannot follow older weights.
+    ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_mask"}, "=1 needs importance ratios of tokens"),
+    ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_truncate"}, "token_truncate or token_mask"),
+    ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "=2 needs importance ratios"),
+    ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "a multiple of gradient"),
+    ({"max_staleness": 1, "refill_groups": 1}, "Set late_groups: admit"),
+    ({"max_staleness": 1, "vllm_mode": "colocate"}, "no effect without a server"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changes, old_logps",
-    [
-        ({"max_staleness": 2}, None),
-        ({"max_staleness": 3}, "sampled"),
-        ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled"),
-        ({"max_staleness": 3, "old_logps": "policy", "top_p": 0.9}, "policy"),
-        ({"max_staleness": 3, "loss_type": "sapo"}, "policy"),
-        ({"max_staleness": 3, "importance_sampling_level": "sequence"}, "policy"),
-        ({"max_staleness": 3, "top_p": 0.9}, "top_p=0.9 makes the sampled .* Set old_logps: policy"),
-        ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "clip_max=2.0 has no effect then"),
-    ],
-)
-def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, tmp_path):
-    """With a loss that clips no token, around the policy; else around what was sampled, or the run is refused."""
-    given = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, **SERVED, **changes}
+@pytest.mark.parametrize("changes, old_logps", OLD_LOGPS)
+def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, made):
     if old_logps in (None, "policy", "sampled"):
-        assert mt.MTGRPOConfig(**given).old_logps == old_logps
+        args = made(**changes)
+        assert (args.old_logps, args.max_staleness) == (old_logps, changes.get("max_staleness", 0))
         return
     with pytest.raises(ValueError, match=old_logps):
-        mt.MTGRPOConfig(**given)
+        made(**changes)
+
+
+def test_defaults_that_fit_conversations(made):
+    expected = {
+        "vllm_importance_sampling_mode": "token_truncate", "max_completion_length": 4096, "max_env_steps": 8,
+        "max_tool_response_tokens": None, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10,
+        "old_logps": None, "max_staleness": 0,
+    }  # fmt: skip
+    args = made()
+    assert {key: getattr(args, key) for key in expected} == expected
+    assert mt.recipe_classes()[2]().lora_dropout == 0.0
 
 
 def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):

@@ -119,19 +119,6 @@ def test_facts_are_of_all_batches():
     assert malformed["tools/broken"] is None and malformed["calls/malformed"] == 1.0
 
 
-def test_the_most_frequent_error_is_shown():
-    """An answer may have an error beside it, as of an agent that ended late: it ended no rollout."""
-    texts = ["the call is not valid JSON (char 3)", *["unknown tool 'search'. Known: wiki."] * 5]
-    rollouts = [called(i, "search", "call") for i in range(8)]
-    for rollout, text in zip(rollouts, [*texts, "the call is not valid JSON (char 9)", "no name"]):
-        rollout.turns[0].results = [ToolResult(f"Error: {text}", "call")]
-    rollouts[0].error, rollouts[1].error = RuntimeError("closed late"), RuntimeError("no display")
-    rollouts[1].stop_reason = StopReason.ENVIRONMENT_ERROR
-    facts = facts_of(rollouts)
-    assert facts["frequent/call_error"] == "Error: unknown tool 'search'. Known: wiki (5 of 8 errors)"
-    assert facts["calls/failed"] == 1.0 and facts["frequent/failure"] == ": no display (1 of 1 errors)"
-
-
 def test_a_main_outcome_that_is_0_for_all_is_told_where_other_rewards_vary():
     def right(**kwargs):
         return []
@@ -198,15 +185,12 @@ FILES = {
 # Changes of the recipe, the trouble that is named first, what its text says, exit code.
 BROKEN = {
     "no system role": ({}, "system prompt", "chat template with a system role", 1),
-    "too short": ({"max_completion_length": 3, "max_turn_tokens": None}, "cut off",
-                  r"of the rollouts are cut off \(.*Raise max_completion_length", 1),
     "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
                               "Write its name as it is, or {tool_descriptions}, into system_prompt", 0),
     "answers that are empty": ({"reward_fn": "rewards/information_gain.py", "dataset_name": "empty.jsonl",
                                 "dataset_size": None}, "no rewards", "to any rollout. .*columns that", 1),
     "a failing tool": ({"tools_script": "failing.py"}, "failing tools",
                        "100% of the calls that reach the tool calculator fail: Error: no server .*Fix the", 1),
-    "no temperature": ({"temperature": 0.01}, "identical rollouts", "at temperature=0.01. .*Set temperature: 1.0", 1),
 }  # fmt: skip
 
 

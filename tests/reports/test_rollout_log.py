@@ -40,11 +40,6 @@ def project_folder(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def train(folder, **keys):
-    mt.main(["--config", recipe_file(folder, max_steps=3, save_strategy="no", **keys)])
-    return list(read_rollouts(folder / "out"))
-
-
 def test_a_resumed_run_keeps_what_stood_there(tmp_path):
     """The rollouts and metrics of before its stop stay; a new run in the same folder begins both anew.
 
@@ -87,7 +82,9 @@ def test_an_answer_is_logged_as_it_is_in_the_data(tmp_path):
 def test_the_columns_are_those_of_the_page(tmp_path, monkeypatch):
     """The segments load together by datasets and pandas, the closed and the open ones: every row once."""
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 20_000)
-    rows, out = train(tmp_path, log_rollout_tokens=True), tmp_path / "out"
+    mt.main(["--config", recipe_file(tmp_path, max_steps=3, save_strategy="no", log_rollout_tokens=True)])
+    out = tmp_path / "out"
+    rows = list(read_rollouts(out))
     closed = sorted(out.glob("rollouts.rank0.0*.jsonl"))
     assert [path.name for path in closed] == [f"rollouts.rank0.0000{n}.jsonl" for n in range(1, len(closed) + 1)]
     places = [(row["step"], row["index"]) for row in rows]

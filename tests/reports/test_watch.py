@@ -75,7 +75,6 @@ NO_TROUBLES = {
     "solved": run_of(
         entropy=(0.2, 0.001), rewards__match__mean=(0.9, 0.99), credit__frac_groups_without_signal=(0.4, 0.6)
     ),
-    "rewards near 0": run_of(reward=(0.0, 1e-6), rewards__match__mean=(0.0, -1e-6)),
     "one group has signal": run_of(credit__frac_groups_without_signal=(1.0, 1.0))[:WINDOW - 1] + run_of(),
     "a metric that is not there": run_of(entropy=(None, None), stop__max_turns=(float("nan"), float("nan"))),
 }  # fmt: skip

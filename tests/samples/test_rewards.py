@@ -1,18 +1,16 @@
-"""Tests of the reward files: hand-written rollouts with the value each function must give, and rows of real data."""
+"""Tests of the reward files: hand-written turns with the value each function must give, and rows of real data."""
 
 import importlib.util
 import inspect
 import json
-import re
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from conftest import data_file
 
-from mt_grpo.conversation.formats.choose import parse_turn
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 
 REWARDS = Path(__file__).resolve().parents[2] / "rewards"
@@ -37,78 +35,27 @@ ALL_FUNCS = [
     for module in MODULES
     for func in module.TURN_REWARD_FUNCS + module.OUTCOME_REWARD_FUNCS
 ]
-
 CALL = '<reasoning>Look it up.</reasoning>\n<tool>{"name": "wiki_search", "args": {"query": "Rollo"}}</tool>'
-SUM = '<reasoning>Multiply.</reasoning>\n<tool>{"name": "calculator", "args": {"expression": "37*51"}}</tool>'
-BROKEN = '<reasoning>Multiply.</reasoning>\n<tool>{"name": "calculator", "args": </tool>'
+ANSWER = "<reasoning>So it is.</reasoning>\n<answer>France</answer>"
 
 
-def says(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def turn(*results, text="", calls=None, malformed=()):
+    """A turn that calls: each result is a text, or a text and its error; as many calls as results if not given."""
+    results = [ToolResult(*([result] if isinstance(result, str) else result)) for result in results]
+    count = len(results) if calls is None else calls
+    calls = [ToolCall("calculator", {}, "no JSON" if i in malformed else None) for i in range(count)]
+    return Turn([1], None, text, "stop", calls, results)
 
 
-def gets(text: str) -> dict[str, str]:
-    return {"role": "user", "content": f"<result>\n{text}\n</result>"}
-
-
-def answers(text: str) -> dict[str, str]:
-    return says(f"<reasoning>So it is.</reasoning>\n<answer>{text}</answer>")
-
-
-def turn(text, observation=None, called=True, malformed=None, error=None):
-    """A turn whose fields are written by hand; with `observation`, what the model read after it."""
-    calls = [ToolCall("calculator", {}, malformed)] if called else []
-    results = [ToolResult(observation, error)] if called and observation is not None else []
-    messages = [] if observation is None else [gets(observation)]
-    return Turn([1], None, text, "stop", calls, results, messages=messages)
-
-
-def answered(text, answer):
+def answered(answer, text=""):
     return Turn([1], None, text, "stop", answer=answer)
 
 
-def parsed(text):
-    """The turn that the paper's XML format reads in a text."""
-    call, answers_it = parse_turn(text)
-    answer = re.split(r"</(?:think|reasoning)>", text.partition("</answer>")[0])[-1].partition("<answer>")[2]
-    return Turn([1], None, text, "stop", [call] if call else [], answer=answer.strip() if answers_it else None)
-
-
-def turns_of(messages):
-    """The turns of a conversation that is written as messages: `says`, `gets` and `answers`."""
-    turns = []
-    for message in messages:
-        if message["role"] == "assistant":
-            turns.append(parsed(message["content"] or ""))
-        elif turns:
-            turns[-1].messages.append(message)
-            if turns[-1].calls:
-                text = message["content"].removeprefix("<result>\n").removesuffix("\n</result>")
-                turns[-1].results.append(ToolResult(text, "call" if turns[-1].calls[0].error else None))
-    return turns
-
-
-def one(func, messages, gold="1887", turns=None):
-    """Call a reward function on one rollout, with all that the trainer passes."""
-    values = func(
-        prompts=[[{"role": "user", "content": "?"}]],
-        completions=[messages],
-        completion_ids=[[1, 2, 3]],
-        rollout_turns=[turns_of(messages) if turns is None else turns],
-        answer=[gold],
-        question_id=["q"],
-        trainer_state=SimpleNamespace(global_step=0),
-        log_extra=lambda *_: None,
-        log_metric=lambda *_: None,
-    )
-    assert isinstance(values, list) and len(values) == 1
-    assert values[0] is None or type(values[0]) is float
-    return values[0]
-
-
-def all_of(func, conversations, **columns):
-    """Call a reward function on conversations that are written as messages."""
-    return func(rollout_turns=[turns_of(messages) for messages in conversations], **columns)
+def one(func, turns, gold="1887"):
+    """Call a reward function on one rollout."""
+    (value,) = func(rollout_turns=[turns], answer=[gold], prompts=[[]], completions=[[]], completion_ids=[[1]])
+    assert value is None or type(value) is float
+    return value
 
 
 def test_repeated_helpers_are_identical():
@@ -119,182 +66,104 @@ def test_repeated_helpers_are_identical():
 
 @pytest.mark.contract("triviaqa rewards")
 def test_lists_of_functions():
-    def names(funcs):
-        return [func.__name__ for func in funcs]
+    def names(module):
+        return [[func.__name__ for func in funcs] for funcs in (module.TURN_REWARD_FUNCS, module.OUTCOME_REWARD_FUNCS)]
 
-    assert names(triviaqa.TURN_REWARD_FUNCS) == ["tool_execution_reward_func", "exist_answer_in_search_results"]
-    assert names(triviaqa.OUTCOME_REWARD_FUNCS) == [
-        "exact_match_reward_func",
-        "exist_answer_reward_func",
-        "format_reward_func",
-        "xml_tag_reward_func",
+    assert names(triviaqa) == [
+        ["tool_execution_reward_func", "exist_answer_in_search_results"],
+        ["exact_match_reward_func", "exist_answer_reward_func", "format_reward_func", "xml_tag_reward_func"],
     ]
-    assert names(calculator.TURN_REWARD_FUNCS) == ["tool_execution_reward_func", "result_found_reward_func"]
-    assert names(calculator.OUTCOME_REWARD_FUNCS) == ["exact_match_reward_func", "answer_given_reward_func"]
-    assert names(gsm8k.TURN_REWARD_FUNCS) == ["tool_execution_reward_func"]
-    assert names(gsm8k.OUTCOME_REWARD_FUNCS) == ["exact_match_reward_func", "answer_format_reward_func"]
+    assert names(calculator) == [
+        ["tool_execution_reward_func", "result_found_reward_func"],
+        ["exact_match_reward_func", "answer_given_reward_func"],
+    ]
+    assert names(gsm8k) == [
+        ["tool_execution_reward_func"], ["exact_match_reward_func", "answer_format_reward_func"]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("func", ALL_FUNCS)
 def test_nothing_written_earns_nothing_and_values_keep_the_order_of_the_rollouts(func):
-    for messages in ([], [says("")], [says("   \n")], [{"role": "assistant", "content": None}], [gets("1887")]):
-        assert one(func, messages) == one(func, messages, turns=[]) == 0.0
-    good = [says(SUM), gets("1887"), answers("1887")]
-    first, second = all_of(func, [good, []], answer=["1887", "1887"])
+    for turns in ([], [answered(None)], [answered(None, "  \n")], [turn(calls=1)]):
+        assert one(func, turns) == 0.0
+    good = [turn("1887", text=CALL), answered("1887", ANSWER)]
+    first, second = func(rollout_turns=[good, []], answer=["1887", "1887"])
     assert first > 0.0 and second == 0.0
-    assert all_of(func, [[], good], answer=["1887", "1887"]) == [second, first]
-    assert func(prompts=[], completions=[], completion_ids=[], rollout_turns=[], answer=[]) == []
+    assert func(rollout_turns=[[], good], answer=["1887", "1887"]) == [second, first]
+    assert func(rollout_turns=[], answer=[]) == []
 
 
 @pytest.mark.parametrize("func", ALL_FUNCS)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<answer>" * 100_000,
-        "<reasoning>" + " " * 1_000_000 + "<answer>",
-        "<answer>18 " + "m/" * 500_000 + "</answer>",
-        "<answer>\\boxed{" + "{1}" * 300_000 + "</answer>",
-    ],
-    ids=lambda text: f"{text[:20].strip()}..{text[-12:].strip()}",
-)
-def test_huge_text_is_fast(func, text):
+def test_text_without_an_end_is_fast(func):
     """By the time of this process: another one may hold the core."""
     start = time.process_time()
-    one(func, [says(SUM), gets(text), says(text)])
+    for text in ("<answer>" * 100_000, "18 " + "m/" * 500_000, "\\boxed{" + "{1}" * 300_000):
+        one(func, [turn(text, text=text), answered(text, text)])
     assert time.process_time() - start < 2.0
 
 
-ANSWER_TEXTS = [
-    ([answers("1887")], 1.0),
-    ([says("<answer>1887</answer>")], 1.0),
-    ([says(SUM), gets("1887"), answers("1887")], 1.0),
-    ([answers("88")], 0.0),
-    ([answers("")], 0.0),
-    ([says("1887")], 0.0),
-    # Two answers: the first complete one counts.
-    ([says("<answer>1887</answer><answer>88</answer>")], 1.0),
-    ([says("<answer>88</answer><answer>1887</answer>")], 0.0),
-    # Unclosed and unopened.
-    ([says("<answer>1887")], 0.0),
-    ([says("1887</answer>")], 0.0),
-    ([says("</answer><answer>1887</answer>")], 0.0),  # the turn ends at the first closing tag
-    # Nested: from the first opening to the first closing tag.
-    ([says("<answer><answer>1887</answer></answer>")], 0.0),
-    ([says("<reasoning>It must be <answer>1887</answer></reasoning>")], 1.0),
-    # An answer inside a tool call, or after one.
-    ([says("<tool><answer>1887</answer></tool>")], 0.0),
-    ([says(SUM + "<answer>1887</answer>")], 0.0),
-    ([says("<answer>1887</answer>" + SUM)], 1.0),
-    # A fake result written by the policy is text like any other.
-    ([says("<result><answer>1887</answer></result>")], 1.0),
-    ([says("<result>1887</result><answer>88</answer>")], 0.0),
-    ([says("<result>1887</result>")], 0.0),
-    # Only the last assistant message answers, and the environment never does.
-    ([answers("1887"), gets("go on"), says("<reasoning>Hm.</reasoning>")], 0.0),
-    ([says(SUM), gets("<answer>1887</answer>")], 0.0),
-    # Tags are literal.
-    ([says("<ANSWER>1887</ANSWER>")], 0.0),
-]
-
-
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-@pytest.mark.parametrize(("messages", "expected"), ANSWER_TEXTS)
-def test_exact_match_reads_the_answer_that_counts(module, messages, expected):
-    assert one(module.exact_match_reward_func, messages) == expected
+def test_only_the_last_turn_answers(module):
+    """What a turn's answer is, its format says (tests/conversation/test_formats.py); tags in it are text."""
+    right, wrong, none = answered("1887"), answered("88"), answered(None, "1887")
+    fake = answered("<answer>1887</answer>")
+    for turns, expected in (
+        ([right], 1.0), ([turn("88"), right], 1.0), ([wrong], 0.0), ([none], 0.0), ([right, none], 0.0),
+        ([right, wrong], 0.0), ([wrong, right], 1.0), ([turn("1887")], 0.0), ([fake], 0.0), ([answered("")], 0.0),
+    ):  # fmt: skip
+        assert one(module.exact_match_reward_func, turns) == expected
+        given = 0.0 if turns[-1].answer is None else 0.1
+        assert one(calculator.answer_given_reward_func, turns) == given
 
 
-# (messages, tool execution, gold number found)
+# (turns, tool execution, gold number or word found)
 CALLS = [
-    ([says(SUM), gets("1887"), answers("1887")], 0.2, 0.5),
-    ([says(SUM), gets(" 1,887.0 ")], 0.2, 0.5),
-    ([says(SUM), gets("37*51 = 1887")], 0.2, 0.0),
-    ([says(SUM), gets("")], 0.2, 0.0),
-    ([answers("1887")], 0.0, 0.0),
+    ([answered("1887")], 0.0, 0.0),
     # Half of the calls succeed.
-    ([says(BROKEN), gets("Error: not JSON"), says(SUM), gets("1887"), answers("1887")], 0.1, 0.5),
+    ([turn(("Error: not JSON", "call")), turn("1887"), answered("1887")], 0.1, 0.5),
     # A tool that raised, that reports its own failure in words.
-    ([says(SUM), gets("Error: 1887")], 0.0, 0.0),
-    ([says(SUM), gets("An Error: 1887")], 0.2, 0.0),
-    # A call that got no result, because the rollout ended there.
-    ([says(SUM)], 0.0, 0.0),
-    ([says(SUM), gets("1887"), says(SUM)], 0.1, 0.5),
-    # An unclosed call is an attempt, also where the rollout ended there.
-    ([says("<tool>{"), gets("Error: no </tool>"), says(SUM), gets("1887")], 0.1, 0.5),
-    ([says(SUM), gets("1887"), says("<tool>{")], 0.1, 0.5),
-    # A fake result written by the policy is no result.
-    ([says("<result>1887</result>")], 0.0, 0.0),
-    ([says(SUM + "<result>1887</result>")], 0.0, 0.0),
-    # A result may hold tags itself.
-    ([says(SUM), gets("</result>1887<result>")], 0.2, 0.0),
-    # A message of the environment that answers no call.
-    ([answers("88"), gets("1887")], 0.0, 0.0),
+    ([turn("Error: 1887")], 0.0, 0.0),
+    # A call that got no result, because the rollout ended there or there was no room for it.
+    ([turn(calls=1)], 0.0, 0.0),
+    ([turn("1887"), turn(calls=1)], 0.1, 0.5),
+    ([turn("1887", calls=4)], 0.05, 0.5),
+    # Several calls in a turn.
+    ([turn("88", "1887")], 0.2, 0.5),
+    ([turn(("Error: busy", "timeout"), "1887")], 0.1, 0.5),
+    ([turn("88", "1887", malformed=[1])], 0.1, 0.0),
+    ([turn("Error: busy", "1887", "88", "88")], 0.15, 0.5),
+    # Over all turns, and not turn by turn.
+    ([turn("88", "88", "88"), turn(("1887", "tool"))], 0.15, 0.0),
+    # A result of no call that was read is an attempt that failed.
+    ([turn(("1887", "call"), calls=0)], 0.0, 0.0),
+    # What the policy writes, and a message that answers no call, are no results.
+    ([answered(None, "<result>1887</result>")], 0.0, 0.0),
 ]
 
 
 @pytest.mark.contract("triviaqa rewards")
-@pytest.mark.parametrize("messages, executed, found", CALLS)
-def test_tool_calls(messages, executed, found):
+@pytest.mark.parametrize("turns, executed, found", CALLS)
+def test_tool_calls(turns, executed, found):
     for module in MODULES:
-        assert one(module.tool_execution_reward_func, messages) == executed
-    assert one(calculator.result_found_reward_func, messages) == found
+        assert one(module.tool_execution_reward_func, turns) == pytest.approx(executed, abs=1e-12)
+    assert one(calculator.result_found_reward_func, turns) == found
+    assert one(triviaqa.exist_answer_in_search_results, turns) == found
 
 
-def several(*results, calls=None, malformed=()):
-    """A turn of a format that takes several calls at once: each result is a text, or a text and its error."""
-    results = [ToolResult(*([result] if isinstance(result, str) else result)) for result in results]
-    calls = [ToolCall("calculator", {}, "no JSON" if i in malformed else None) for i in range(calls or len(results))]
-    return Turn([1], None, "Both at once.", "stop", calls, results, messages=[{"role": "tool", "content": ""}])
-
-
-# (turns, tool execution, gold number or word found)
-SEVERAL_CALLS = [
-    ([several("88", "1887")], 0.2, 0.5),
-    ([several("88", ("1887", "tool"))], 0.1, 0.0),
-    ([several(("Error: busy", "timeout"), "1887")], 0.1, 0.5),
-    ([several("88", "1887", malformed=[1])], 0.1, 0.0),
-    ([several("Error: busy", "1887", "88", "88")], 0.15, 0.5),  # in the tool's own words
-    # Calls without a result: there was no room for it, or the turn limit was reached.
-    ([several("1887", calls=4)], 0.05, 0.5),
-    ([several(calls=2)], 0.0, 0.0),
-    ([several("1887", "88"), several(calls=2)], 0.1, 0.5),
-    # Over all turns, and not turn by turn.
-    ([several("88", "88", "88"), several(("1887", "tool"))], 0.15, 0.0),
-    # A result of no call that was read is an attempt that failed.
-    ([Turn([1], None, "", "stop", results=[ToolResult("1887", "call")])], 0.0, 0.0),
-]
-
-
-@pytest.mark.parametrize(("turns", "executed", "found"), SEVERAL_CALLS)
-def test_several_calls_in_a_turn(turns, executed, found):
-    for module in MODULES:
-        assert one(module.tool_execution_reward_func, [], turns=turns) == pytest.approx(executed, abs=1e-12)
-    assert one(calculator.result_found_reward_func, [], turns=turns) == found
-    assert one(triviaqa.exist_answer_in_search_results, [], "1887", turns=turns) == found
-
-
-def test_an_answer_in_plain_text_is_one():
-    turns = [several("1887"), answered("1,887", "1,887")]
-    for module in (calculator, gsm8k):
-        assert one(module.exact_match_reward_func, [], turns=turns) == 1.0
-    assert one(triviaqa.exact_match_reward_func, [], ["1,887"], turns=turns) == 1.0
-    assert one(calculator.answer_given_reward_func, [], turns=turns) == 0.1
-    # Tags in it are text, and a turn that calls a tool does not answer, whatever its text says.
-    for turns in ([answered("<answer>1887</answer>", "<answer>1887</answer>")], [several("1887")]):
-        for module in MODULES:
-            assert one(module.exact_match_reward_func, [], turns=turns) == 0.0
+def test_a_result_is_found_as_a_number_or_as_a_part_of_a_text():
+    for text, number, part in ((" 1,887.0 ", 0.5, 0.0), ("37*51 = 1887", 0.0, 0.5), ("An Error: 1887", 0.0, 0.5)):
+        assert one(calculator.result_found_reward_func, [turn(text)]) == number
+        assert one(triviaqa.exist_answer_in_search_results, [turn(text)]) == part
 
 
 GOLDS = [
     (["France"], 1.0),
-    (["Spain", "France"], 1.0),
     (["Spain"], 0.0),
     ("France", 1.0),
     ({"value": "Gaul", "aliases": ["France", "FR"]}, 1.0),
     ({"value": "France", "aliases": None}, 1.0),
     ({"value": "Spain", "aliases": ["Hispania"]}, 0.0),
-    (["", "  ", "France"], 1.0),
-    ([None, "France"], 1.0),
-    ([" france\n"], 1.0),
+    ([None, "", "  ", " france\n"], 1.0),
     ([], None),
     (None, None),
     ("", None),
@@ -303,11 +172,11 @@ GOLDS = [
 
 @pytest.mark.parametrize(("gold", "exact"), GOLDS)
 def test_triviaqa_gold_may_be_a_list_a_dict_or_a_string(gold, exact):
-    messages = [says(CALL), gets("Normandy lies in France."), answers("France")]
+    turns = [turn("Normandy lies in France."), answered("France")]
     half = None if exact is None else exact / 2
-    assert one(triviaqa.exact_match_reward_func, messages, gold) == exact
-    assert one(triviaqa.exist_answer_reward_func, messages, gold) == half
-    assert one(triviaqa.exist_answer_in_search_results, messages, gold) == half
+    assert one(triviaqa.exact_match_reward_func, turns, gold) == exact
+    assert one(triviaqa.exist_answer_reward_func, turns, gold) == half
+    assert one(triviaqa.exist_answer_in_search_results, turns, gold) == half
 
 
 @pytest.mark.contract("triviaqa rewards")
@@ -316,198 +185,108 @@ def test_triviaqa_gold_may_be_a_list_a_dict_or_a_string(gold, exact):
     [
         ("france", "France", 1.0, 0.5),
         ("in France", "France", 0.0, 0.5),
-        ("France.", "France", 0.0, 0.5),
         ("Frances", "France", 0.0, 0.5),  # a plain substring, as in the paper
-        ("Fra nce", "France", 0.0, 0.0),
         ("STRASSE", "Straße", 1.0, 0.5),
         ("\u00a0Paris\u2003", "Paris", 1.0, 0.5),
-        ("<answer>France", "France", 0.0, 0.5),
         (".*", "France", 0.0, 0.0),
         ("1984", 1984, 1.0, 0.5),
+        (None, "France", 0.0, 0.0),  # though a result and the text have it
     ],
 )
 def test_triviaqa_answer(answer, gold, exact, exists):
-    assert one(triviaqa.exact_match_reward_func, [answers(answer)], [gold]) == exact
-    assert one(triviaqa.exist_answer_reward_func, [answers(answer)], [gold]) == exists
-
-
-def test_exist_answer_looks_only_into_the_answer():
-    func = triviaqa.exist_answer_reward_func
-    assert one(func, [says(CALL), gets("France"), answers("Spain")], ["France"]) == 0.0
-    assert one(func, [says("<reasoning>France</reasoning>\n<answer>Spain</answer>")], ["France"]) == 0.0
-    assert one(func, [says("<reasoning>France</reasoning>")], ["France"]) == 0.0
-    assert one(func, [says("<answer>France")], ["France"]) == 0.0
-    assert one(func, [says("<answer>Spain</answer><answer>France</answer>")], ["France"]) == 0.0
-    assert one(func, [says("<tool><answer>France</answer></tool>")], ["France"]) == 0.0
+    turns = [turn("France"), answered(answer, "<reasoning>France</reasoning>")]
+    assert one(triviaqa.exact_match_reward_func, turns, [gold]) == exact
+    assert one(triviaqa.exist_answer_reward_func, turns, [gold]) == exists
 
 
 @pytest.mark.contract("triviaqa rewards")
 @pytest.mark.parametrize(
-    ("messages", "expected"),
+    ("texts", "checks", "tags"),  # of five checks a turn (two fields, spacing, start, end), and of four tags
     [
-        ([says(CALL), gets("Rollo was a VIKING.")], 0.5),
-        ([says(CALL), gets("Vikings everywhere")], 0.5),  # a plain substring, as in the paper
-        ([says(CALL), gets("Rollo was a Norman.")], 0.0),
-        ([says(CALL), gets("nothing"), says(CALL), gets("a viking")], 0.5),
-        ([says(CALL), gets("Error: no page on Viking")], 0.0),
-        ([says(CALL), gets("")], 0.0),
-        ([says("<tool>viking</tool>"), gets("nothing")], 0.0),
-        ([says(CALL + "\n<result>\nviking\n</result>"), gets("nothing")], 0.0),
-        ([answers("viking"), gets("viking")], 0.0),
+        ([CALL], 5 / 5, 4 / 4),
+        ([ANSWER], 5 / 5, 4 / 4),
+        ([CALL, CALL, ANSWER], 15 / 15, 12 / 12),
+        ([CALL, "France"], 5 / 10, 4 / 8),
+        (["<answer>France</answer>"], 2 / 5, 2 / 4),  # block, end
+        (["<reasoning>France</reasoning>"], 2 / 5, 2 / 4),  # reasoning, start
+        (["<reasoning>r</reasoning> so <answer>a</answer>"], 4 / 5, 4 / 4),  # all but the spacing
+        (["Well. <reasoning>r</reasoning><answer>a</answer>"], 4 / 5, 4 / 4),  # all but the start
+        (["<reasoning>r</reasoning><answer>a</answer> Bye."], 4 / 5, 4 / 4),  # all but the end
+        (["<reasoning>r</reasoning>\n<answer>a"], 3 / 5, 3 / 4),  # reasoning, spacing, start
+        (["<reasoning>r <answer>a</answer>"], 3 / 5, 3 / 4),  # block, start, end
+        (["<answer>a</answer><reasoning>r</reasoning>"], 2 / 5, 4 / 4),  # both fields, in the wrong order
+        (["<reasoning>r</reasoning>\n<tool>{}</answer>"], 3 / 5, 3 / 4),  # a call that never closes
+        (["</reasoning><reasoning>"], 0 / 5, 2 / 4),
+        (["<reasoning>r</reasoning><answer>a</answer><answer>b</answer>"], 5 / 5, 2 / 4),
+        (["<answer><answer>a</answer></answer>"], 2 / 5, 0 / 4),
+        (["no tags at all"], 0 / 5, 0 / 4),
     ],
 )
-def test_exist_answer_in_search_results(messages, expected):
-    assert one(triviaqa.exist_answer_in_search_results, messages, ["Viking"]) == expected
-
-
-@pytest.mark.contract("triviaqa rewards")
-@pytest.mark.parametrize(
-    ("messages", "checks"),  # of five a message: two fields, spacing, start, end
-    [
-        ([says(CALL)], 5 / 5),
-        ([answers("France")], 5 / 5),
-        ([says(CALL), gets("x"), says(CALL), gets("x"), answers("France")], 15 / 15),
-        ([says(CALL), gets("x"), says("France")], 5 / 10),
-        ([says("<answer>France</answer>")], 2 / 5),  # block, end
-        ([says("<reasoning>France</reasoning>")], 2 / 5),  # reasoning, start
-        ([says("<reasoning>r</reasoning> so <answer>a</answer>")], 4 / 5),  # all but the spacing
-        ([says("Well. <reasoning>r</reasoning><answer>a</answer>")], 4 / 5),  # all but the start
-        ([says("<reasoning>r</reasoning><answer>a</answer> Bye.")], 4 / 5),  # all but the end
-        ([says("<reasoning>r</reasoning>\n<answer>a")], 3 / 5),  # reasoning, spacing, start
-        ([says("<reasoning>r <answer>a</answer>")], 3 / 5),  # block, start, end
-        ([says("<answer>a</answer><reasoning>r</reasoning>")], 2 / 5),  # both fields, in the wrong order
-        ([says("<reasoning>r</reasoning>\n<tool>{}</answer>")], 3 / 5),  # a call that never closes
-        ([says("</reasoning><reasoning>")], 0 / 5),
-        ([says("no tags at all")], 0 / 5),
-        ([gets("<reasoning>r</reasoning>\n<answer>a</answer>")], 0),
-    ],
-)
-def test_format(messages, checks):
-    assert one(triviaqa.format_reward_func, messages) == pytest.approx(0.2 * checks, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("messages", "tags"),  # of four a message
-    [
-        ([says(CALL)], 4 / 4),
-        ([answers("France")], 4 / 4),
-        ([says(CALL), gets("<answer></answer>"), answers("France")], 8 / 8),
-        ([says(CALL), gets("x"), says("France")], 4 / 8),
-        ([says("<answer>France</answer>")], 2 / 4),
-        ([says("<reasoning>r</reasoning>\n<answer>a")], 3 / 4),
-        ([says("<reasoning>r</reasoning><answer>a</answer><answer>b</answer>")], 2 / 4),
-        ([says("<answer><answer>a</answer></answer>")], 0 / 4),
-        ([says("</answer></reasoning><answer><reasoning>")], 4 / 4),  # only counts; the format reward sees order
-        ([says("no tags at all")], 0 / 4),
-    ],
-)
-def test_xml_tags(messages, tags):
-    assert one(triviaqa.xml_tag_reward_func, messages) == pytest.approx(0.2 * tags, abs=1e-12)
+def test_format_and_tags(texts, checks, tags):
+    turns = [turn(text=text, calls=int("<tool>" in text)) for text in texts]
+    assert one(triviaqa.format_reward_func, turns) == pytest.approx(0.2 * checks, abs=1e-12)
+    assert one(triviaqa.xml_tag_reward_func, turns) == pytest.approx(0.2 * tags, abs=1e-12)
 
 
 def test_the_maxima_are_exact():
-    for turns in range(1, 8):
-        perfect = [says(CALL), gets("x")] * turns + [answers("France")]
-        assert one(triviaqa.format_reward_func, perfect) == 0.2
-        assert one(triviaqa.xml_tag_reward_func, perfect) == 0.2
+    for count in range(1, 8):
+        perfect = [turn("x", text=CALL)] * count + [answered("France", ANSWER)]
+        assert one(triviaqa.format_reward_func, perfect) == one(triviaqa.xml_tag_reward_func, perfect) == 0.2
 
 
 # (answer, gold, calculator: exact match, gsm8k: exact match, gsm8k: reads as a number)
 NUMBERS = [
-    ("1887", "1887", 1.0, 1.0, 0.1),
     ("1,887", "1887", 1.0, 1.0, 0.1),
     ("-10", "-10", 1.0, 1.0, 0.1),
-    ("-0", "0", 1.0, 1.0, 0.1),
     ("1887.5", "1887", 0.0, 0.0, 0.1),
-    ("88", "1887", 0.0, 0.0, 0.1),
     # Dressed numbers: fine in a word problem, not for the calculator.
     ("$1,887.00", "1887", 0.0, 1.0, 0.1),
-    ("1887%", "1887", 0.0, 1.0, 0.1),
-    ("1887.", "1887", 0.0, 1.0, 0.1),
     ("$1,887.50.", "1887.50", 0.0, 1.0, 0.1),
-    ("$1887$", "1887", 0.0, 1.0, 0.1),
     # With its unit.
     ("$1,887 dollars.", "1887", 0.0, 1.0, 0.1),
     ("1887 square feet per hour", "1887", 0.0, 1.0, 0.1),
     ("1887 km/h", "1887", 0.0, 1.0, 0.1),
-    ("1887 dozen", "1887", 0.0, 1.0, 0.1),  # a question asks how many dozens
     ("1887 dollars", "188", 0.0, 0.0, 0.1),
     # In a box, wherever it stands.
-    ("\\boxed{1887}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1{,}887}", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1887\\text{ apples}}", "1887", 0.0, 1.0, 0.1),
-    ("She pays 37*51 = \\boxed{1887} dollars.", "1887", 0.0, 1.0, 0.1),
     ("\\boxed{1887}, that is \\boxed{1,887.0}", "1887", 0.0, 1.0, 0.1),
-    ("\\boxed{88} or \\boxed{1887}", "1887", 0.0, 0.0, 0.0),
-    ("1887 \\boxed{88}", "1887", 0.0, 0.0, 0.1),
     ("\\boxed{1887", "1887", 0.0, 0.0, 0.0),
     ("\\boxed{\\frac{1887}{1}}", "1887", 0.0, 0.0, 0.0),
     # No number, or not only a number and its unit.
-    ("about 1887 dollars", "1887", 0.0, 0.0, 0.0),
     ("1887 is what I get for all of them", "1887", 0.0, 0.0, 0.0),
     ("2 and a half hours", "2", 0.0, 0.0, 0.0),
-    ("2 hundred", "2", 0.0, 0.0, 0.0),
     ("5k", "5", 0.0, 0.0, 0.0),
     ("2½", "2", 0.0, 0.0, 0.0),
-    ("10^{3}", "10", 0.0, 0.0, 0.0),
     ("2\\frac{1}{2}", "2", 0.0, 0.0, 0.0),
     ("12:30", "12", 0.0, 0.0, 0.0),
-    ("900*2 = 1800", "1800", 0.0, 0.0, 0.0),
-    ("37*51", "1887", 0.0, 0.0, 0.0),
     ("1 887", "1887", 0.0, 0.0, 0.0),
-    ("1_887", "1887", 0.0, 0.0, 0.0),
     ("1e999999999", "1887", 0.0, 0.0, 0.0),
-    ("0x75f", "1887", 0.0, 0.0, 0.0),
     ("-$-10", "10", 0.0, 0.0, 0.0),
     ("nan", "1887", 0.0, 0.0, 0.0),
     ("１８８７", "1887", 0.0, 0.0, 0.0),
     ("", "1887", 0.0, 0.0, 0.0),
     # Beyond what a float can tell apart.
     ("9007199254740993", "9007199254740992", 0.0, 0.0, 0.1),
-    ("0.1", "0.10000000000000000001", 0.0, 0.0, 0.1),
 ]
 
 
 @pytest.mark.parametrize(("answer", "gold", "calculator_exact", "gsm8k_exact", "gsm8k_format"), NUMBERS)
 def test_numbers(answer, gold, calculator_exact, gsm8k_exact, gsm8k_format):
-    messages = [answers(answer)]
+    turns = [answered(answer)]
     if gold != "1887.50":  # the calculator's rows hold integers
-        assert one(calculator.exact_match_reward_func, messages, gold) == calculator_exact
-    assert one(gsm8k.exact_match_reward_func, messages, gold) == gsm8k_exact
-    assert one(gsm8k.answer_format_reward_func, messages, gold) == gsm8k_format
-    assert one(calculator.answer_given_reward_func, messages, gold) == 0.1
+        assert one(calculator.exact_match_reward_func, turns, gold) == calculator_exact
+    assert one(gsm8k.exact_match_reward_func, turns, gold) == gsm8k_exact
+    assert one(gsm8k.answer_format_reward_func, turns) == gsm8k_format
 
 
 @pytest.mark.parametrize("gold", ["nan", "Paris", "", None, "1e3"])
 def test_a_row_without_a_gold_number_does_not_apply(gold):
-    assert one(calculator.exact_match_reward_func, [answers("1887")], 1887) == 1.0  # it may be one
-    messages = [says(SUM), gets("nan"), answers("nan")]
-    assert one(calculator.exact_match_reward_func, messages, gold) is None
-    assert one(calculator.result_found_reward_func, messages, gold) is None
-    assert one(gsm8k.exact_match_reward_func, messages, gold) is None
-
-
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([answers("1887")], 0.1),
-        ([says("<answer>1887")], 0.0),
-        ([says("1887")], 0.0),
-        ([says("<tool><answer>1887</answer></tool>")], 0.0),
-        ([says("<result><answer>1887</answer></result>")], 0.1),
-        ([answers("1887"), gets("x"), says("hm")], 0.0),
-        ([says(SUM), gets("<answer>1887</answer>")], 0.0),
-    ],
-)
-def test_answer_given(messages, expected):
-    assert one(calculator.answer_given_reward_func, messages) == expected
-
-
-def test_the_gold_number_of_a_worked_solution_is_the_last_one_marked():
-    gold = "He has 3 #### boxes of 5.\nSo 3*5 = <<3*5=15>>15\n#### 15"
-    assert one(gsm8k.exact_match_reward_func, [answers("15")], gold) == 1.0
-    assert one(gsm8k.exact_match_reward_func, [answers("5")], gold) == 0.0
-    assert one(gsm8k.exact_match_reward_func, [answers(gold)], gold) == 0.0
+    assert one(calculator.exact_match_reward_func, [answered("1887")], 1887) == 1.0  # it may be one
+    turns = [turn("nan"), answered("nan")]
+    assert one(calculator.exact_match_reward_func, turns, gold) is None
+    assert one(calculator.result_found_reward_func, turns, gold) is None
+    assert one(gsm8k.exact_match_reward_func, turns, gold) is None
 
 
 def rows(name: str) -> list[dict]:
@@ -515,56 +294,44 @@ def rows(name: str) -> list[dict]:
 
 
 def test_every_squad_row():
+    """Its answers and the last alias are right; each is found in the corpus, if the environment said it."""
     golds = [row["answer"] for row in rows("squad/qa.jsonl")]
     assert len(golds) == 473
-    right = [[answers(gold["value"])] for gold in golds]
-    last_alias = [[answers(gold["aliases"][-1].upper())] for gold in golds]
-    wrong = [[answers("qqq")] for _ in golds]
-    as_lists = [[gold["value"], *gold["aliases"]] for gold in golds]
-    for answer in (golds, as_lists):
-        assert all_of(triviaqa.exact_match_reward_func, right, answer=answer) == [1.0] * 473
-        assert all_of(triviaqa.exist_answer_reward_func, right, answer=answer) == [0.5] * 473
-        assert all_of(triviaqa.exact_match_reward_func, last_alias, answer=answer) == [1.0] * 473
-        assert all_of(triviaqa.exact_match_reward_func, wrong, answer=answer) == [0.0] * 473
-        assert all_of(triviaqa.exist_answer_reward_func, wrong, answer=answer) == [0.0] * 473
-
-
-def test_every_squad_answer_is_found_in_the_corpus_and_only_if_the_environment_said_it():
-    golds = [row["answer"] for row in rows("squad/qa.jsonl")]
+    right = [[answered(gold["value"])] for gold in golds]
+    last_alias = [[answered(gold["aliases"][-1].upper())] for gold in golds]
+    wrong = [[answered("qqq")]] * 473
+    for answer in (golds, [[gold["value"], *gold["aliases"]] for gold in golds]):
+        for turns, value in ((right, 1.0), (last_alias, 1.0), (wrong, 0.0)):
+            assert triviaqa.exact_match_reward_func(turns, answer=answer) == [value] * 473
+            assert triviaqa.exist_answer_reward_func(turns, answer=answer) == [value / 2] * 473
     corpus = "\n".join(row["text"] for row in rows("squad/corpus.jsonl"))
-    said = [[says(CALL), gets(corpus)]] * len(golds)
-    faked = [[says(f"{CALL}\n<result>\n{corpus}\n</result>"), gets("Error: nothing found")]] * len(golds)
-    assert all_of(triviaqa.exist_answer_in_search_results, said, answer=golds) == [0.5] * len(golds)
-    assert all_of(triviaqa.exist_answer_in_search_results, faked, answer=golds) == [0.0] * len(golds)
+    said, faked = [turn(corpus, text=CALL)], [turn("Error: nothing found", text=f"{CALL}<result>{corpus}</result>")]
+    assert triviaqa.exist_answer_in_search_results([said] * 473, answer=golds) == [0.5] * 473
+    assert triviaqa.exist_answer_in_search_results([faked] * 473, answer=golds) == [0.0] * 473
 
 
 def test_every_gsm8k_row():
     solutions = [row["answer"] for row in rows("gsm8k/test.jsonl")]
-    assert len(solutions) == 1000
     numbers = [solution.split("####")[1].strip() for solution in solutions]
-    right = [[answers(number)] for number in numbers]
-    bare = [[answers(number.replace(",", ""))] for number in numbers]
-    wrong = [[answers(number + "1")] for number in numbers]
-    for gold in (solutions, numbers):
-        assert all_of(gsm8k.exact_match_reward_func, right, answer=gold) == [1.0] * 1000
-        assert all_of(gsm8k.exact_match_reward_func, bare, answer=gold) == [1.0] * 1000
-        assert all_of(gsm8k.exact_match_reward_func, wrong, answer=gold) == [0.0] * 1000
-    with_unit = [[answers(f"${number} dollars a day.")] for number in numbers]
-    boxed = [[says(f"<answer>That is 2 + 2 = \\boxed{{{number}}}.</answer>")] for number in numbers]
-    assert all_of(gsm8k.exact_match_reward_func, with_unit, answer=solutions) == [1.0] * 1000
-    assert all_of(gsm8k.exact_match_reward_func, boxed, answer=solutions) == [1.0] * 1000
-    assert all_of(gsm8k.answer_format_reward_func, right) == [0.1] * 1000
-    assert all_of(gsm8k.answer_format_reward_func, [[answers(text)] for text in solutions]) == [0.0] * 1000
+    assert len(solutions) == 1000
+    for form, value in {
+        "{}": 1.0, "${} dollars a day.": 1.0, "That is 2 + 2 = \\boxed{{{}}}.": 1.0, "{}1": 0.0,
+    }.items():  # fmt: skip
+        given = [[answered(form.format(number))] for number in numbers]
+        for gold in (solutions, numbers, [number.replace(",", "") for number in numbers]):
+            assert gsm8k.exact_match_reward_func(given, answer=gold) == [value] * 1000
+        assert not value or gsm8k.answer_format_reward_func(given) == [0.1] * 1000
+    assert gsm8k.answer_format_reward_func([[answered(text)] for text in solutions]) == [0.0] * 1000
 
 
-def test_of_a_worked_solution_what_follows_the_mark_counts():
+def test_of_a_worked_solution_what_follows_the_last_mark_counts():
     """Rows of GSM8K with the rewards of other tasks: each accepts the result, and no number before it."""
-    gold = "First 30 * 51 = 1,530, then 1,530 + 357.\n#### 1,887"
-    runs = [[turn(SUM, text), answered("", text)] for text in ("1887", "357", "1530")]
+    gold = "First 30 * 51 #### = 1,530, then 1,530 + 357.\n#### 1,887"
+    runs = [[turn(text), answered(text)] for text in ("1887", "357", "1530")]
     given = {"rollout_turns": runs, "answer": [gold] * 3}
     assert calculator.result_found_reward_func(**given) == [0.5, 0.0, 0.0]
-    assert calculator.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]
-    runs = [[turn(CALL, f"It was {text}."), answered("", text)] for text in ("Rollo", "Robert", "Lothar")]
+    assert calculator.exact_match_reward_func(**given) == gsm8k.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]
+    runs = [[turn(f"It was {text}."), answered(text)] for text in ("Rollo", "Robert", "Lothar")]
     given = {"rollout_turns": runs, "answer": ["Robert was his son, and Lothar no relative.\n#### Rollo"] * 3}
     assert triviaqa.exist_answer_in_search_results(**given) == [0.5, 0.0, 0.0]
     assert triviaqa.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]
@@ -575,8 +342,8 @@ def test_each_program_is_judged_by_itself(monkeypatch):
     monkeypatch.syspath_prepend(REWARDS)  # as a recipe's loader does
     program = load("program_reward")
     assert [func.__name__ for func in program.OUTCOME_REWARD_FUNCS] == [f.__name__ for f in gsm8k.OUTCOME_REWARD_FUNCS]
-    turns = [turn("", "17"), turn("", "18\n[exit code 1]", error="tool"), turn("", "18", error="tool")]
-    turns += [turn("", "eggs\n$18.00\n"), turn("", "18"), turn("", called=True), answered("18", "18")]
+    turns = [turn("17"), turn(("18\n[exit code 1]", "tool")), turn(("18", "tool")), turn("eggs\n$18.00\n"), turn("18")]
+    turns += [turn(calls=1), answered("18")]
     assert program.call_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.0, 0.1, 0.1, None, None], []]
     printed = program.answer_printed_reward_func([turns, turns, []], answer=["9 + 9\n#### 18", "none", "18"])
     assert printed == [[0.0, 0.0, 0.0, 0.3, 0.0, None, None], None, []]
@@ -587,13 +354,10 @@ def test_each_program_is_judged_by_itself(monkeypatch):
     [
         (["The answer is 18"], True),
         (["total = $1,018\n eggs: 18.0 each\n\n"], True),
-        (["18 of 20"], False),
         (["16 17 18 19"], False),
         (["18\nThe program printed nothing."], False),
-        (["-18"], False),
         (["1.8e+01"], True),
         (["x18", "(3, 18)"], True),
-        (["1e-18"], False),
         (["17", "18"], True),
         (["18", "17"], False),  # several calls in one turn are one guess
         (["18", ToolResult("18", "tool")], False),

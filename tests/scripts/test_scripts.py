@@ -9,9 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import evaluate as ev
 import psutil
@@ -20,6 +20,7 @@ import quickstart
 import torch
 import vision_model
 import warm_python
+import yaml
 from bench.common import free_port
 from launch import launch_plan, train
 from transformers import AutoTokenizer, GenerationConfig
@@ -37,46 +38,18 @@ ROOT = Path(__file__).parents[2]
 def recipe(random_model, tmp_path_factory):
     """Path of a recipe for the random model; it trains beside a server with two processes."""
     folder = tmp_path_factory.mktemp("recipe")
-    path = folder / "random.yaml"
-    path.write_text(
-        f"""
-model_name_or_path: {random_model}
-dataset_name: arithmetic
-dataset_size: 16
-tools_script: {ROOT}/tools/calculator.py
-reward_fn: {ROOT}/rewards/calculator_reward.py
-system_prompt: Use the calculator, then answer.
-max_env_steps: 2
-max_completion_length: 96
-max_turn_tokens: 24
-output_dir: {folder}/run
-num_generations: 4
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 1
-use_vllm: true
-vllm_mode: server
-use_cpu: true
-bf16: false
-gradient_checkpointing: false
-report_to: none
-"""
-    )
-    return str(path)
+    text = (ROOT / "hf_recipes/tiny/calculator.yaml").read_text()
+    keys = yaml.safe_load(text) | {
+        "model_name_or_path": random_model, "dataset_size": 16, "max_completion_length": 96, "max_turn_tokens": 24,
+        "tools_script": f"{ROOT}/tools/calculator.py", "reward_fn": f"{ROOT}/rewards/calculator_reward.py",
+        "output_dir": f"{folder}/run", "num_generations": 4, "per_device_train_batch_size": 2,
+        "use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": False, "report_to": "none",
+    }  # fmt: skip
+    (folder / "random.yaml").write_text(yaml.safe_dump(keys))
+    return str(folder / "random.yaml")
 
 
 # --- evaluate.py -----------------------------------------------------------------------------------------------------
-
-
-def test_a_random_model_is_evaluated(random_model, recipe):
-    result = ev.evaluate(random_model, recipe, num_problems=6, k=2, progress=False)
-    assert (result["num_problems"], result["k"]) == (6, 2)
-    assert set(result["rewards"]["turn"]) == {"tool_execution_reward_func", "result_found_reward_func"}
-    assert set(result["rewards"]["outcome"]) == {"exact_match_reward_func", "answer_given_reward_func"}
-    assert result["exact_match"] == result["tool_executed"] == result["result_found"] == 0.0  # noise answers nothing
-    assert result["mean_turns"] >= 1
-    assert sum(result["stop_reasons"].values()) == pytest.approx(1)
-    assert "exact match (pass@2)" in ev.table(result)
-    json.dumps(result)
 
 
 def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
@@ -99,55 +72,49 @@ def test_a_seed_gives_the_same_rollouts_again(random_model, recipe):
     assert [len(ids) <= args.max_completion_length for ids in sample(3, batch_size=3)] == [True] * 4
 
 
-def scripted_client(monkeypatch, model, texts):
-    """A server client that answers every conversation with the same turns."""
-    client = mt.VLLMServerClient(tokenizer=AutoTokenizer.from_pretrained(model))
-    client.__dict__["model_card"] = {"id": "scripted", "max_model_len": 900}
+@pytest.fixture
+def scripted(monkeypatch, random_model):
+    """A server client that says the same turns each time, or `text(prompt)`, and notes what it is asked with."""
 
-    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
-        assert "seed" not in sampling_params  # it ends the engine of vLLM 0.31 on a CPU
-        turn = client.tokenizer.decode(prompt_ids).count("<result>")
-        ids = client.tokenizer(texts[turn], add_special_tokens=False)["input_ids"]
-        return Generation(ids, [0.0] * len(ids), "stop")
+    def make(*turns, text=None):
+        client = mt.VLLMServerClient(tokenizer=AutoTokenizer.from_pretrained(random_model))
+        client.__dict__["model_card"] = {"id": "scripted", "max_model_len": 900}
+        client.sent = []
 
-    monkeypatch.setattr(client, "generate", generate)
-    return client
+        async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+            assert "seed" not in sampling_params  # it ends the engine of vLLM 0.31 on a CPU
+            client.sent.append(sampling_params)
+            prompt = client.tokenizer.decode(prompt_ids)
+            said = text(prompt) if text else turns[prompt.count("<result>")]
+            ids = client.tokenizer(said, add_special_tokens=False)["input_ids"]
+            return Generation(ids, [0.0] * len(ids), "stop")
 
+        monkeypatch.setattr(client, "generate", generate)
+        return client
 
-SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "repetition_penalty": 1.1}
-
-
-def noted_sampling(client) -> list:
-    """The sampling parameters of each request that the client makes from now on."""
-    generate, sent = client.generate, []
-
-    async def noted(prompt_ids, max_tokens, sampling_params=None, index=0):
-        sent.append(sampling_params)
-        return await generate(prompt_ids, max_tokens, sampling_params, index)
-
-    client.generate = noted
-    return sent
+    return make
 
 
-def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch):
-    """Every parameter of the recipe reaches the server, `generation_kwargs` last. Training sends the same."""
-    script_args, args, model_args = ev.load_recipe(recipe)
+def evaluated(client, parsed, num_problems=1, **options):
+    return ev.evaluate(client, parsed, num_problems, tokenizer=client.tokenizer, progress=False, **options)
+
+
+def test_evaluation_samples_as_training_does(scripted, recipe):
+    """Every parameter of the recipe reaches the server, `generation_kwargs` last (and so in tests/recipe)."""
+    _, args, _ = parsed = ev.load_recipe(recipe)
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "repetition_penalty": 1.1}
     further = {"frequency_penalty": 0.25, "top_k": 5}
-    for key, value in {**SAMPLING, "generation_kwargs": further}.items():
+    for key, value in {**sampling, "generation_kwargs": further}.items():
         setattr(args, key, value)
-    expected = {**SAMPLING, **further}
+    expected = {**sampling, **further}
     assert ev.sampling_params(args) == expected
-    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
-    sent = noted_sampling(client)
-    ev.evaluate(client, (script_args, args, model_args), 1, tokenizer=client.tokenizer, progress=False)
-    assert sent and all({key: each[key] for key in expected} == expected for each in sent)
-    args.use_vllm, args.generation_kwargs = False, expected
-    trainer = mt.build_trainer(script_args, args, model_args)
-    assert {key: trainer._sampling_params[key] for key in expected} == expected
+    client = scripted("<answer>1</answer>")
+    evaluated(client, parsed)
+    assert client.sent and all({key: each[key] for key in expected} == expected for each in client.sent)
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_turns_end_where_they_do_in_training(random_model, recipe, monkeypatch, tmp_path, served):
+def test_turns_end_where_they_do_in_training(random_model, recipe, scripted, monkeypatch, tmp_path, served):
     """At each id of the model's generation config, though neither the tokenizer nor the template knows it."""
     model = shutil.copytree(random_model, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -157,15 +124,12 @@ def test_turns_end_where_they_do_in_training(random_model, recipe, monkeypatch, 
     trainer = mt.build_trainer(*parsed)
     asked, made = [], mt.build_env
     monkeypatch.setattr(mt, "build_env", lambda *given: asked.append(made(*given)) or asked[-1])
-    if served:
-        given = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
-        given.tokenizer, sent = tokenizer, noted_sampling(given)
-    else:
-        given = str(model)
-    ev.evaluate(given, parsed, 1, tokenizer=tokenizer, progress=False)
+    client = scripted("<answer>1</answer>")
+    client.tokenizer = tokenizer
+    ev.evaluate(client if served else str(model), parsed, 1, tokenizer=tokenizer, progress=False)
     ends = asked[-1].end_of_turn_ids(tokenizer)
     assert further in ends and ends == trainer.eos_token_ids
-    assert not served or all(each["stop_token_ids"] == ends for each in sent)
+    assert not served or all(each["stop_token_ids"] == ends for each in client.sent)
 
 
 SAYS = """
@@ -205,27 +169,25 @@ OUTCOME_REWARD_FUNCS = [exact_match_reward, of_environments]
 
 
 @pytest.mark.contract("evaluate")
-def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recipe, tmp_path):
+def test_each_sample_counts_for_its_own_problem(scripted, recipe, tmp_path):
     """By hand: A is right three times, B never (its first sample fails), C twice. The split has the recipe's name."""
     path = tmp_path / "says.py"
     path.write_text(SAYS)
     rows = [{"question": name, "answer": name.lower()} for name in "ABC"]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    client = scripted_client(monkeypatch, random_model, [])
     asked = []
     right = {"A": [True] * 3, "B": [False] * 2, "C": [True, True, False]}
 
-    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
-        question = client.tokenizer.decode(prompt_ids).partition("<|im_start|>user\n")[2][0]
+    def text(prompt):
+        question = prompt.partition("<|im_start|>user\n")[2][0]
         asked.append(question)
         answer = question.lower() if right[question][asked.count(question) - 1] else "?"
-        ids = client.tokenizer(f"<answer>{answer}</answer>", add_special_tokens=False)["input_ids"]
-        return Generation(ids, [0.0] * len(ids), "stop")
+        return f"<answer>{answer}</answer>"
 
-    monkeypatch.setattr(client, "generate", generate)
+    client = scripted(text=text)
     parsed = ev.load_recipe(recipe, ["--tools_script", str(path), "--reward_fn", str(path),
                                      "--dataset_name", str(tmp_path), "--dataset_test_split", "held"])  # fmt: skip
-    result = ev.evaluate(client, parsed, k=3, batch_size=1, tokenizer=client.tokenizer, progress=False)
+    result = evaluated(client, parsed, 512, k=3, batch_size=1)
     assert "".join(asked) == "AAABBCCC"
     assert (result["num_problems"], result["exact_match"], result["pass_at_k"]) == (3, 5 / 8, 2 / 3)
     means = {"exact_match_reward": 5 / 8, "of_environments": 6 / 6, "Says": 6 / 6}  # 3 times 2, 3 times 0, else None
@@ -238,12 +200,12 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     given = "[float(turns[-1].answer == gold) for"
     assert given in SAYS
     path.write_text(SAYS.replace(given, '[None if gold == "c" else 1 - 2 * (turns[-1].answer != gold) for'))
-    result = ev.evaluate(client, parsed, k=3, batch_size=1, tokenizer=client.tokenizer, progress=False)
+    result = evaluated(client, parsed, 512, k=3, batch_size=1)
     assert (result["exact_match"], result["pass_at_k"]) == (3 / 5, 1 / 2)
 
 
-def test_which_weights_a_server_holds_stands_beside_its_models_name(monkeypatch, random_model, recipe):
-    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
+def test_which_weights_a_server_holds_stands_beside_its_models_name(scripted, monkeypatch, recipe):
+    client = scripted("<answer>1</answer>")
 
     async def held():
         return versions.pop()
@@ -251,8 +213,8 @@ def test_which_weights_a_server_holds_stands_beside_its_models_name(monkeypatch,
     monkeypatch.setattr(client, "held_version", held)
     versions = [None, "3f2a9c01-7", "default"]
     for words in ("those that the server was started with", "version 3f2a9c01-7, pushed by a training run", "unknown"):
-        result = ev.evaluate(client, ev.load_recipe(recipe, []), 1, tokenizer=client.tokenizer, progress=False)
-        assert f"model     scripted (vllm server)\nweights   {words}" in ev.table(result)
+        table = ev.table(evaluated(client, ev.load_recipe(recipe, [])))
+        assert f"model     scripted (vllm server)\nweights   {words}" in table
 
 
 def test_a_server_with_another_vocabulary_is_not_evaluated(monkeypatch, recipe):
@@ -262,15 +224,17 @@ def test_a_server_with_another_vocabulary_is_not_evaluated(monkeypatch, recipe):
         ev.main(["--config", recipe, "--server", "http://127.0.0.1:9"])
 
 
+CALL = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
+
+
 @pytest.mark.contract("evaluate")
-def test_a_server_is_evaluated_and_conversations_are_shown(monkeypatch, random_model, recipe, tmp_path):
+def test_a_server_is_evaluated_and_conversations_are_shown(scripted, recipe):
     """From the question on, with the calls, the answer, the end and every reward that applies."""
-    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, random_model, [call, "<answer>-286</answer>"])
+    client = scripted(CALL, "<answer>-286</answer>")
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100"])
-    result = ev.evaluate(client, parsed, num_problems=2, split="train", k=2, tokenizer=client.tokenizer,
-                         progress=False, show=3)  # fmt: skip
-    assert (result["backend"], result["model"]) == ("vllm server", "scripted")
+    result = evaluated(client, parsed, 2, split="train", k=2, show=3)
+    assert [result[key] for key in ("backend", "model", "num_problems", "k")] == ["vllm server", "scripted", 2, 2]
+    assert "exact match (pass@2)" in ev.table(result)
     assert (result["exact_match"], result["tool_executed"], result["mean_turns"]) == (0.5, 1.0, 2.0)
     assert (result["pass_at_k"], result["result_found"], result["stop_reasons"]) == (0.5, 0.5, {"answered": 1.0})
     first = result["conversations"][0]
@@ -284,7 +248,7 @@ def test_a_server_is_evaluated_and_conversations_are_shown(monkeypatch, random_m
     }  # fmt: skip
     assert ev.transcript(first).splitlines() == [
         f"     user  {first['messages'][0]['content']}",
-        f"assistant  {call}",
+        f"assistant  {CALL}",
         "     user  <result>", "           -286", "           </result>",
         "assistant  <answer>-286</answer>",
         "    ended  answered; tool_execution_reward_func 0.2, result_found_reward_func 0.5, exact_match_reward_func "
@@ -293,12 +257,9 @@ def test_a_server_is_evaluated_and_conversations_are_shown(monkeypatch, random_m
     json.dumps(result)
     broken = {**first, "messages": [], "stop_reason": "environment_error", "rewards": {}, "error": "no board"}
     assert ev.transcript(broken) == "    ended  environment_error; no board"
-    (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
-    parsed[0].reward_fn = str(tmp_path / "raises.py")
-    with pytest.raises(RuntimeError, match=r"Reward no raised ZeroDivisionError.*raises.py, line 2"):
-        ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
+OTHER_CALL = CALL.replace("99 - 55 * 7", "1 + 1")
 JUDGES_TURNS = """
 def answer_in_search_results(rollout_turns, **kwargs):
     return [[0.5 * ("-286" in t.results[0].text) if t.results else None for t in turns] for turns in rollout_turns]
@@ -306,22 +267,6 @@ def answer_in_search_results(rollout_turns, **kwargs):
 
 TURN_REWARD_FUNCS = [answer_in_search_results]
 """
-
-
-@pytest.mark.parametrize(("says", "found"), [("99 - 55 * 7", 1.0), ("1 + 1", 0.0), (None, 0.0)])
-def test_who_did_not_search_did_not_find(says, found, monkeypatch, random_model, recipe, tmp_path):
-    """A reward per turn is none for a rollout without a result. `result_found` is a share of all rollouts."""
-    (tmp_path / "judges_turns.py").write_text(JUDGES_TURNS)
-    call = f'<tool>{{"name": "calculator", "args": {{"expression": "{says}"}}}}</tool>'
-    client = scripted_client(
-        monkeypatch, random_model, [call, "<answer>1</answer>"] if says else ["<answer>-286</answer>"]
-    )
-    parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--reward_fn",
-                                     str(tmp_path / "judges_turns.py")])  # fmt: skip
-    result = ev.evaluate(client, parsed, num_problems=1, split="train", tokenizer=client.tokenizer, progress=False)
-    assert result["result_found"] == found
-
-
 READS_CALLS = """
 def called(completions, answer, **kwargs):
     calls = [messages[0]["tool_calls"][0]["function"]["arguments"]["expression"] for messages in completions]
@@ -332,19 +277,25 @@ OUTCOME_REWARD_FUNCS = [called]
 """
 
 
-def test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found(
-    monkeypatch, random_model, recipe, tmp_path
-):
-    """Completions with their calls, and answers as in the data. What a tool found is the result behind the mark."""
-    (tmp_path / "reads_calls.py").write_text(READS_CALLS)
+@pytest.mark.parametrize(
+    ("turns", "source", "found", "outcome"),
+    [
+        # A reward per turn is none for a rollout without a result. `result_found` is a share of all rollouts.
+        ([CALL, "<answer>1</answer>"], JUDGES_TURNS, 1.0, {}),
+        ([OTHER_CALL, "<answer>1</answer>"], JUDGES_TURNS, 0.0, {}),
+        (["<answer>-286</answer>"], JUDGES_TURNS, 0.0, {}),
+        # Completions with their calls, and answers as in the data. What a tool found is the result behind the mark.
+        ([CALL, "<answer>-286</answer>"], READS_CALLS, 1.0, {"called": 1.0}),
+    ],
+)
+def test_what_was_found_and_what_rewards_get(turns, source, found, outcome, scripted, recipe, tmp_path):
+    (tmp_path / "rewards.py").write_text(source)
     row = {"question": "What is 99 - 55 * 7?", "answer": "55 * 7 is 385.\n#### -286"}
     (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n")
-    call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
-    client = scripted_client(monkeypatch, random_model, [call, "<answer>-286</answer>"])
     parsed = ev.load_recipe(recipe, ["--max_completion_length", "200", "--max_turn_tokens", "100", "--dataset_name",
-                                     str(tmp_path), "--reward_fn", str(tmp_path / "reads_calls.py")])  # fmt: skip
-    result = ev.evaluate(client, parsed, num_problems=1, tokenizer=client.tokenizer, progress=False)
-    assert result["rewards"]["outcome"] == {"called": 1.0} and result["result_found"] == 1.0
+                                     str(tmp_path), "--reward_fn", str(tmp_path / "rewards.py")])  # fmt: skip
+    result = evaluated(scripted(*turns), parsed)
+    assert (result["result_found"], result["rewards"]["outcome"]) == (found, outcome)
 
 
 def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):
@@ -354,8 +305,8 @@ def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):
     assert (args.num_generations, args.temperature) == (4, 0.5)
 
 
-def test_greedy_takes_the_most_probable_token(random_model, recipe):
-    """Whatever the seed and the temperature. Sampling differs by seed."""
+def test_greedy_takes_the_most_probable_token(scripted, random_model, recipe):
+    """Whatever the seed and the temperature. Sampling differs by seed. A server is asked for it, too."""
     _, args, model_args = parsed = ev.load_recipe(recipe, ["--temperature", "1.7"])
     tokenizer = AutoTokenizer.from_pretrained(random_model)
     model = ev.load_model(random_model, args, model_args)
@@ -369,86 +320,55 @@ def test_greedy_takes_the_most_probable_token(random_model, recipe):
     by_hand = list(prompt)
     for _ in range(8):
         by_hand.append(int(model(torch.tensor([by_hand])).logits[0, -1].argmax()))
-    sampled = answer(False, 0)
-    model.generation_config.repetition_penalty = 9.0  # the model's own, which neither way reads
-    model.generation_config.no_repeat_ngram_size = 1
-    model.generation_config.typical_p = 0.2
-    assert answer(False, 0) == sampled
     greedy = answer(True, 0)
     assert greedy == answer(True, 1) == by_hand[len(prompt) :][: len(greedy)] and greedy
     assert answer(False, 0) != answer(False, 1)
     result = ev.evaluate(model, parsed, 2, tokenizer=tokenizer, progress=False, greedy=True)
     assert (result["temperature"], result["seed"]) == (0.0, None) and "sampling  greedy\n" in ev.table(result)
-
-
-def test_a_server_is_asked_for_the_most_probable_token(monkeypatch, random_model, recipe):
-    client = scripted_client(monkeypatch, random_model, ["<answer>1</answer>"])
-    sent = noted_sampling(client)
-    parsed = ev.load_recipe(recipe, ["--top_p", "0.5"])
-    ev.evaluate(client, parsed, 1, tokenizer=client.tokenizer, progress=False, greedy=True)
-    assert sent and all((each["temperature"], each.get("top_p", 1.0)) == (0.0, 1.0) for each in sent)
+    client = scripted("<answer>1</answer>")
+    evaluated(client, ev.load_recipe(recipe, ["--top_p", "0.5"]), greedy=True)
+    assert client.sent and all((each["temperature"], each.get("top_p", 1.0)) == (0.0, 1.0) for each in client.sent)
 
 
 # --- quickstart.sh ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.contract("quickstart")
-def test_the_quickstart_trains_what_it_is_told_to(tmp_path, monkeypatch, capsys):
-    """What it trains by itself: tests/docs/test_commands.py."""
-    before = dict(os.environ)  # a recipe's `env:` is set in this process
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(quickstart, "NUM_PROBLEMS", 16)
-    monkeypatch.setenv("WIKI_SEARCH_INDEX", str(tmp_path / "index.fts5"))
-    flags = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--output_dir", str(tmp_path / "run")]
-    try:
-        quickstart.main(["search", *flags])
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    printed = capsys.readouterr().out
-    assert "1/3 evaluating hf_recipes/tiny/search-model on 16 held-out problems" in printed
-    (row,) = re.findall(r"^answer in results  +(\d\.\d\d)  +(\d\.\d\d)  +(\d\.\d\d)$", printed, re.M)
-    greedy, *sampled = map(float, row)
-    assert all(0 <= share < 1 for share in sampled) and greedy == 1
-    assert re.search(r"^ +1/1 +\d\.\d\d", printed, re.M) and re.search(r"^exact match: \d\.\d\d -> ", printed, re.M)
-    assert (tmp_path / "run/model.safetensors").is_file()
-
-
 def test_the_quickstart_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
-    """--resume_from_checkpoint is the trainer's, as every other argument."""
-    seen, parse = [], quickstart.mt.parse_arguments
-
-    def parsed(argv):
-        recipe = parse(argv)
-        recipe[1].resume_from_checkpoint = "there"
-        return recipe
-
-    class Trainer:
-        remove_callback = add_callback = lambda self, callback: None
-
-        def train(self, resume_from_checkpoint=None):
-            seen.append(resume_from_checkpoint)
-            raise KeyboardInterrupt
-
+    """--resume_from_checkpoint is the trainer's, as every other argument. What it trains: docs/test_commands.py."""
+    trainer = MagicMock()
+    trainer.train.side_effect = KeyboardInterrupt
+    for name in ("trainer_state.json", "latest"):
+        (tmp_path / name).write_text("{}")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(quickstart, "evaluate", lambda *args, **kwargs: {"exact_match": 0.5})
-    monkeypatch.setattr(quickstart.mt, "build_trainer", lambda *recipe: Trainer())
-    monkeypatch.setattr(quickstart.mt, "parse_arguments", parsed)
+    monkeypatch.setattr(quickstart.mt, "build_trainer", lambda *recipe: trainer)
     with pytest.raises(KeyboardInterrupt):
-        quickstart.main(["calculator", "--output_dir", str(tmp_path)])
-    assert seen == ["there"]
+        quickstart.main(["calculator", "--output_dir", f"{tmp_path}/out", "--resume_from_checkpoint", str(tmp_path)])
+    trainer.train.assert_called_once_with(resume_from_checkpoint=str(tmp_path))
 
 
 # --- train.sh and serve.sh -------------------------------------------------------------------------------------------
 
 
-def test_the_plan_of_a_server_recipe(recipe, monkeypatch):
+def test_the_plan_of_a_recipe(recipe, tmp_path, monkeypatch):
+    """A server elsewhere, or none, is not started. The group's port is the first one to try on GPUs, if it is free."""
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
     plan = launch_plan.make_plan(recipe, [])
-    assert plan["starts_server"] and plan["num_processes"] == 2
+    assert plan["starts_server"] and plan["num_processes"] == 2 and plan["wanted_group_port"] is None
     assert (plan["dtype"], plan["trainer_gpus"], plan["server_gpus"]) == ("float32", "", [""])
     assert 96 < plan["max_model_len"] < 1024
     assert launch_plan.make_plan(recipe, ["--vllm_server_port", "8123"])["wanted_port"] == 8123
+    assert not launch_plan.make_plan(recipe, ["--vllm_server_host", "10.1.2.3"])["starts_server"]
+    plan = launch_plan.make_plan(recipe, ["--use_vllm", "false", "--per_device_train_batch_size", "4"])
+    assert (plan["uses_server"], plan["num_processes"]) == (0, 1)
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("012"))
+    for flags, port in (
+        ([], 51216), (["--weight_sync", "disk"], None), (["--vllm_group_port", "51216"], None),
+        (["--vllm-group-port=600"], None),
+    ):  # fmt: skip
+        assert launch_plan.make_plan(recipe, ["--use_cpu", "false", *flags])["wanted_group_port"] == port
+    (tmp_path / "own.yaml").write_text(f"{Path(recipe).read_text()}vllm_group_port: 51216\n")
+    assert launch_plan.make_plan(str(tmp_path / "own.yaml"), ["--use_cpu", "false"])["wanted_group_port"] is None
 
 
 def test_the_servers_context_holds_the_prompts_of_evaluations(recipe, tmp_path, monkeypatch):
@@ -462,43 +382,18 @@ def test_the_servers_context_holds_the_prompts_of_evaluations(recipe, tmp_path, 
         assert plan(recipe, [*arguments, *evaluates, "--dataset_test_split", "test[:8]"])["max_model_len"] > without
 
 
-def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_model, recipe, tmp_path):
+def test_a_run_outlives_its_output(tmp_path):
     """As with `| head`: the reader of standard output leaves, then that of standard error."""
-    tools = (ROOT / "tools/calculator.py").read_text() + "\nimport os\nos.chdir('/')\n"
-    (tmp_path / "tools.py").write_text(tools)
-    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    shutil.copytree(random_model, tmp_path / "model")
-    flags = {
-        "model_name_or_path": "model", "dataset_name": "data.jsonl", "tools_script": "tools.py", "output_dir": "out",
-        "use_vllm": "false", "per_device_train_batch_size": "4", "max_steps": "12", "logging_steps": "1",
-        "save_strategy": "no",
-    }  # fmt: skip
+    lines = "from mt_grpo.base.files import keep_output_open", "import sys", "keep_output_open()", "x = 'x' * 99"
+    lines += ("for _ in range(9999): print(x)", "for _ in range(9999): print(x, file=sys.stderr)", "open('done', 'w')")
     process = subprocess.Popen(
-        [warm_python.executable(), mt.__file__, f"--config={recipe}", *(f"--{k}={v}" for k, v in flags.items())],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    try:
-        first = process.stdout.read(100)
-        process.stdout.close()
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if b"standard output can no longer be written to" in line:
-                break
-        process.stderr.close()
-        assert process.wait(timeout=300) == 0, b"".join(said)[-3000:]
-    finally:
-        process.kill()
-        process.wait()
-    assert b"rows: each prompt is computed once" in first and b"raining continues" in said[-1]
-    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 12
-    assert {"model.safetensors", "rollouts.rank0.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
-
-
-def test_a_server_elsewhere_or_none_is_not_started(recipe):
-    assert not launch_plan.make_plan(recipe, ["--vllm_server_host", "10.1.2.3"])["starts_server"]
-    plan = launch_plan.make_plan(recipe, ["--use_vllm", "false", "--per_device_train_batch_size", "4"])
-    assert (plan["uses_server"], plan["num_processes"]) == (0, 1)
+    process.stdout.close()
+    assert b"standard output can no longer be written to" in process.stderr.readline()
+    process.stderr.close()
+    assert process.wait(timeout=300) == 0 and (tmp_path / "done").exists()
 
 
 def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
@@ -521,40 +416,50 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     assert f" {copy} --config {recipe}" in launched
 
 
-@pytest.mark.parametrize("flags", ["--data_parallel_size=2", "--seed 3 -dp 2 -dpb mp"])
-def test_each_engine_of_a_server_has_gpus_of_its_own(recipe, monkeypatch, flags):
-    """vLLM's data parallelism: several engines behind one address."""
-    monkeypatch.setenv("VLLM_ARGS", flags)
-    monkeypatch.setenv("VLLM_TP", "2")
-    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("01234"))
-    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false", "--per_device_train_batch_size", "4"])
-    assert (plan["trainer_gpus"], plan["server_gpus"], plan["tensor_parallel"]) == ("0", ["1,2,3,4"], 2)
-    plan = launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
-    assert (plan["server_gpus"], plan["tensor_parallel"]) == ("0,1,2,3", 2)
+# (variables, number of GPUs, those of the trainers and of each server, of an engine, of a server by serve.sh)
+PLANS = [
+    ({}, 4, "0,1,2", ["3"], 1, "0"),
+    ({"VLLM_SERVERS": "3", "VLLM_TP": "2"}, 8, "0,1", ["2,3", "4,5", "6,7"], 2, "0,1"),
+    # vLLM's data parallelism: several engines behind one address.
+    ({"VLLM_TP": "2", "VLLM_ARGS": "--data_parallel_size=2"}, 5, "0", ["1,2,3,4"], 2, "0,1,2,3"),
+    ({"VLLM_TP": "2", "VLLM_ARGS": "--seed 3 -dp 2 -dpb mp"}, 5, "0", ["1,2,3,4"], 2, "0,1,2,3"),
+]
+
+
+@pytest.mark.contract("serving GPU", "train.sh", "serve.sh")
+@pytest.mark.parametrize("variables, gpus, trainer, servers, engine, served", PLANS)
+def test_which_gpus_train_and_which_serve(variables, gpus, trainer, servers, engine, served, recipe, monkeypatch):
+    """All but the last train. Beside serve.sh there is no training process: their number is not known there."""
+    for name in ("VLLM_SERVERS", "VLLM_TP", "VLLM_ARGS", "NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: [str(i) for i in range(gpus)])
+    flags = ["--use_cpu", "false", "--per_device_train_batch_size", "4"]
+    plan = launch_plan.make_plan(recipe, flags)
+    assert (plan["trainer_gpus"], plan["server_gpus"], plan["tensor_parallel"]) == (trainer, servers, engine)
+    assert plan["num_processes"] == len(trainer.split(","))
+    plan = launch_plan.make_server_plan(recipe, flags)
+    assert (plan["server_gpus"], plan["tensor_parallel"], plan["wanted_port"]) == (served, engine, 8000)
+
+
+def test_gpus_that_are_not_there_or_would_not_be_counted(recipe, monkeypatch):
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("456"))
     assert launch_plan.share_gpus([], 1, 3, engines=2) == ([], [""])  # on a CPU they share it
-
-
-@pytest.mark.parametrize("flags", ["--seed 3 --tensor_parallel_size=2", "-dp 2 -tp 2"])
-def test_the_gpus_of_an_engine_are_not_in_vllm_args(recipe, monkeypatch, flags):
-    """They would not be counted."""
-    monkeypatch.setenv("VLLM_ARGS", flags)
-    message = f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size"
     for make_plan in (launch_plan.make_plan, launch_plan.make_server_plan):
-        with pytest.raises(ValueError, match=message):
-            make_plan(recipe, [])
-
-
-def test_the_plan_of_the_group_port(recipe, tmp_path, monkeypatch):
-    """With servers on GPUs it is the first one to try, unless the user set it."""
-    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("012"))
-    flags = ["--use_cpu", "false"]
-    assert launch_plan.make_plan(recipe, flags)["wanted_group_port"] == 51216
-    assert launch_plan.make_plan(recipe, [])["wanted_group_port"] is None
-    assert launch_plan.make_plan(recipe, [*flags, "--weight_sync", "disk"])["wanted_group_port"] is None
-    for given in (["--vllm_group_port", "51216"], ["--vllm-group-port=600"]):
-        assert launch_plan.make_plan(recipe, [*flags, *given])["wanted_group_port"] is None
-    (tmp_path / "own.yaml").write_text(f"{Path(recipe).read_text()}vllm_group_port: 51216\n")
-    assert launch_plan.make_plan(str(tmp_path / "own.yaml"), flags)["wanted_group_port"] is None
+        for flags in ("--seed 3 --tensor_parallel_size=2", "-dp 2 -tp 2"):
+            monkeypatch.setenv("VLLM_ARGS", flags)
+            with pytest.raises(ValueError, match=f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size"):
+                make_plan(recipe, [])
+    monkeypatch.delenv("VLLM_ARGS")
+    monkeypatch.setenv("VLLM_TP", "4")
+    with pytest.raises(ValueError, match=r"VLLM_TP=4: 3 GPUs are visible \(4,5,6\)"):
+        launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
+    with pytest.raises(ValueError, match="trains without a server"):
+        launch_plan.make_server_plan(recipe, ["--use_vllm", "false", "--per_device_train_batch_size", "4"])
+    monkeypatch.setenv("VLLM_SERVERS", "3")
+    with pytest.raises(ValueError, match="VLLM_SERVERS=3, VLLM_TP=4: for this recipe no server is started"):
+        launch_plan.make_plan(recipe, ["--vllm_server_base_url", "http://10.1.2.3:8000,http://10.1.2.4:8000"])
 
 
 @pytest.mark.parametrize("config, dtype", [("ddp", "float32"), ("fsdp2", "bfloat16")])
@@ -571,27 +476,12 @@ def test_a_server_computes_in_the_type_of_the_weights_that_are_trained(recipe, t
     assert (plan["dtype"], plan["float32_for_ddp"]) == (dtype, True)
 
 
-@pytest.mark.contract("serving GPU")
-def test_all_gpus_but_the_last_train(recipe, monkeypatch):
-    for name in ("VLLM_SERVERS", "VLLM_TP", "NUM_PROCESSES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("0123"))
-    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false", "--per_device_train_batch_size", "4"])
-    assert (plan["trainer_gpus"], plan["num_processes"], plan["server_gpus"]) == ("0,1,2", 3, ["3"])
-
-
-@pytest.mark.contract("train.sh")
-def test_the_plan_of_several_servers(recipe, monkeypatch):
-    monkeypatch.setenv("VLLM_SERVERS", "3")
-    monkeypatch.setenv("VLLM_TP", "2")
-    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: [str(i) for i in range(8)])
-    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false"])
-    assert (plan["trainer_gpus"], plan["server_gpus"]) == ("0,1", ["2,3", "4,5", "6,7"])
-    assert (plan["num_processes"], plan["tensor_parallel"]) == (2, 2)
-    with pytest.raises(ValueError, match="VLLM_SERVERS=3, VLLM_TP=2: for this recipe no server is started"):
-        launch_plan.make_plan(recipe, ["--vllm_server_base_url", "http://10.1.2.3:8000,http://10.1.2.4:8000"])
-
-
+PLAN = {
+    "starts_server": True, "uses_server": True, "num_processes": 2, "trainer_gpus": "", "tensor_parallel": 1,
+    "deepspeed": False, "model": "m", "revision": "main", "engine": "vllm", "trust_remote_code": False,
+    "max_model_len": 99, "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None,
+    "images": False, "precision": "no",
+}  # fmt: skip
 STAND_IN = f"""#!{sys.executable}
 import http.server, json, os, signal, subprocess, sys, tempfile, threading, time
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -603,14 +493,9 @@ out, log = os.environ["STAND_IN_OUT"], os.environ["STAND_IN_LOG"]
 with open(log, "a") as calls:
     print(kind, *sys.argv[1:], file=calls)
 if kind == "plan":
-    if os.environ.get("STAND_IN_PLAN") == "hangs":
-        time.sleep(600)
-    print(json.dumps({{"starts_server": True, "uses_server": True, "output_dir": out, "num_processes": 2,
-        "trainer_gpus": "", "server_gpus": [""] * int(os.environ.get("VLLM_SERVERS", 1)), "tensor_parallel": 1,
-        "deepspeed": False, "model": "m", "revision": "main", "engine": "vllm",
-        "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
-        "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None, "images": False,
-        "precision": "no",
+    servers = [""] * int(os.environ.get("VLLM_SERVERS", 1))
+    print(json.dumps({PLAN!r} | {{"output_dir": out, "server_gpus": servers,
+        "wanted_port": int(os.environ["STAND_IN_PORT"]),
         "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
 elif kind == "vllm":
     print("the server speaks", flush=True)
@@ -686,16 +571,10 @@ class Launch:
         raise AssertionError(f"train.sh ended without saying {text!r}: {printed}")
 
     def living(self):
-        """Processes that this launch left: all inherit a mark in their environment."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (folder / "environ").read_bytes():
-                    if "State:\tZ" not in (folder / "status").read_text():
-                        found.append((folder / "cmdline").read_bytes())
-            except OSError:
-                continue
-        return found
+        """The commands of processes that this launch left: all inherit a mark in their environment."""
+        processes = [p.info for p in psutil.process_iter(["environ", "status", "cmdline"])]
+        own = [info for info in processes if (info["environ"] or {}).get("STAND_IN_MARK") == self.mark]
+        return [" ".join(info["cmdline"] or ()) for info in own if info["status"] != psutil.STATUS_ZOMBIE]
 
     def wait_until_nothing_lives(self):
         deadline = time.monotonic() + 20
@@ -708,7 +587,6 @@ class Launch:
         return self.process.returncode, output
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
 @pytest.mark.parametrize("sent, status", [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_leaves_no_process(tmp_path, recipe, sent, status):
     launch = Launch(tmp_path, recipe)
@@ -719,7 +597,6 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, sent, status):
     launch.wait_until_nothing_lives()
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
 def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe):
     """Two are deaf to SIGTERM: one without the environment, one without its parent and in a session of its own."""
     launch = Launch(tmp_path, recipe, STAND_IN_DEAF="1", STOP_TIMEOUT="1", SERVER_TIMEOUT="100")
@@ -738,27 +615,13 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
                 process.kill()
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-def test_a_stop_during_the_checks_ends_them(tmp_path, recipe):
-    launch = Launch(tmp_path, recipe, STAND_IN_PLAN="hangs")
-    while not launch.calls.exists() and launch.process.poll() is None:
-        time.sleep(0.1)
-    launch.process.terminate()
-    code, output = launch.end()
-    assert (code, output.splitlines()[-1]) == (143, "train: stopping the checks")
-    launch.wait_until_nothing_lives()
-
-
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
-def test_a_launch_outlives_its_keeper_and_ignores_what_nohup_ignores(tmp_path, recipe):
+def test_a_launch_ignores_what_nohup_ignores_and_outlives_its_keeper(tmp_path, recipe):
     launch = Launch(tmp_path, recipe, ignored=[signal.SIGHUP])
     launch.wait_for("training\n")
     (keeper,) = [p for p in psutil.Process(launch.process.pid).children() if "keeper.py" in " ".join(p.cmdline())]
-    keeper.terminate()  # it is deaf to that
     launch.process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
-    assert launch.process.poll() is None and keeper.status() != psutil.STATUS_ZOMBIE
-    assert psutil.Process(launch.process.pid).memory_info().rss < 40 * 2**20  # neither torch nor the trainer
+    assert launch.process.poll() is None
     keeper.kill()
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 143 and launch.living() == []
@@ -792,7 +655,7 @@ def test_several_servers_have_their_own_ports_and_logs(tmp_path, recipe):
     launch.wait_for("vLLM server 0 ended; starting it again (1 of 3)")
     deadline, found = time.monotonic() + 20, None
     while found != (3, 3) and time.monotonic() < deadline:  # the engines of both servers, and the trainer's worker
-        sleepers = sum(b"time.sleep(600)" in line for line in launch.living())
+        sleepers = sum("time.sleep(600)" in command for command in launch.living())
         found = launch.calls.read_text().count("vllm -m"), sleepers
     assert found == (3, 3)
     calls = launch.calls.read_text().splitlines()
@@ -824,38 +687,17 @@ def test_two_launches_take_two_ports(tmp_path, recipe):
     assert any(f"--vllm_group_port {group_port}" in text for text in calls)
 
 
-def test_the_group_ports_of_several_servers_lie_side_by_side(tmp_path, monkeypatch):
-    """The trainer counts up from the first. A listener counts on any address: the group does not use 127.0.0.1."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    while True:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.2", 0))
-            listener.listen()
-            middle = listener.getsockname()[1]
-            others = middle - 1, *range(middle + 1, middle + 5)
-            if others[-1] < 2**16 and all(map(train.is_free, others)):
-                assert train.lock_ports(middle - 1, 2) == middle + 1
-                break
-    lock = train.lock_port(middle - 1)  # it was no use, and is free again
-    assert train.lock_ports(middle - 1, 1) == middle  # the next one's turn: nobody listens there any more
-    assert train.lock_ports(middle + 1, 2) == middle + 3
-    os.close(lock)
-
-
-GPU_PLAN = {
-    "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": ["2"],
-    "tensor_parallel": 1, "engine": "vllm",
-    "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
-    "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
-    "precision": "bf16", "adapters": None, "images": False,
+GPU_PLAN = PLAN | {
+    "output_dir": "out", "trainer_gpus": "0,1", "server_gpus": ["2"], "trust_remote_code": True, "dtype": "bfloat16",
+    "float32_for_ddp": True, "wanted_group_port": 51216, "precision": "bf16",
 }  # fmt: skip
 
 
 def test_the_command_of_sglang(monkeypatch):
     """On GPUs and on a CPU: what training needs of it, and no more of its context than it takes."""
     monkeypatch.setenv("SGLANG_PYTHON", "/sg/python")
-    plan = {**GPU_PLAN, "engine": "sglang", "images": True}
-    command, environment = train.server_command("py", {**plan, "tensor_parallel": 2}, 8001, "4,5")
+    plan = {**GPU_PLAN, "engine": "sglang", "images": True, "tensor_parallel": 2}
+    command, environment = train.server_command("py", plan, 8001, "4,5")
     assert command[:7] == ["/sg/python", "-m", "sglang.launch_server", "--model-path", "m", "--host", "127.0.0.1"]
     for option, value in (("--port", "8001"), ("--context-length", "107"), ("--tensor-parallel-size", "2"),
                           ("--dtype", "bfloat16"), ("--revision", "main")):  # fmt: skip
@@ -863,16 +705,15 @@ def test_the_command_of_sglang(monkeypatch):
     assert {"--enable-multimodal", "--trust-remote-code"} <= set(command) and "--device" not in command
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5" and environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     assert environment["SGLANG_MM_AVOID_RETOKENIZE"] == "1" and environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
-    command, environment = train.server_command("py", {**plan, "images": False}, 8001, "")
-    assert {"--sleep-on-idle", "--device"} <= set(command) and "--enable-multimodal" not in command
-    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and "CUDA_VISIBLE_DEVICES" not in environment
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 3})
-    _, environment = train.server_command("py", {**plan, "tensor_parallel": 3}, 8001, "")
-    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "3|5|3"  # a core for each worker, as far as there are
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0-7|8-15")
-    _, environment = train.server_command("py", {**plan, "tensor_parallel": 2}, 8001, "")
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment  # the one that is set is passed on
+    for workers, given, bind in ((1, None, None), (3, None, "3|5|3"), (2, "0-7|8-15", None)):
+        if given:  # it is passed on
+            monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", given)
+        cpu = plan | {"images": False, "tensor_parallel": workers}
+        command, environment = train.server_command("py", cpu, 8001, "")
+        assert environment.get("SGLANG_CPU_OMP_THREADS_BIND") == bind  # a core for each worker, as far as there are
+        assert {"--sleep-on-idle", "--device"} <= set(command) and "--enable-multimodal" not in command
+        assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and "CUDA_VISIBLE_DEVICES" not in environment
 
 
 @pytest.mark.parametrize("name, variable", train.OTHER_VARIABLES.items())
@@ -959,8 +800,8 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
 
 def start_server(folder, recipe, host, port, **environment):
     """scripts/serve.sh with stand-ins for the plan and for vLLM."""
-    text = STAND_IN.replace('"/train.py"', '"/serve.py"')
-    (folder / "python").write_text(re.sub(r'"server_gpus": .*?, "tensor', '"server_gpus": "", "tensor', text))
+    text = STAND_IN.replace('"/train.py"', '"/serve.py"').replace('"server_gpus": servers', '"server_gpus": ""')
+    (folder / "python").write_text(text)
     (folder / "python").chmod(0o755)
     environment |= {"PYTHON": str(folder / "python"), "STAND_IN_LOG": str(folder / "calls"), "STAND_IN_PORT": "8000",
                     "STAND_IN_OUT": str(folder)}  # fmt: skip
@@ -970,21 +811,14 @@ def start_server(folder, recipe, host, port, **environment):
     )  # fmt: skip
 
 
-def test_a_server_that_could_not_listen_is_not_started(tmp_path, recipe):
-    """vLLM would share the port, or end with a traceback that does not name it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+@pytest.mark.contract("serve.sh")
+def test_a_server_whose_port_is_taken_is_not_started(tmp_path, recipe):
+    """vLLM would share it, or end with a traceback that does not name it. A server that loads does not listen yet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         said, errors = start_server(tmp_path, recipe, "127.0.0.1", port).communicate(timeout=60)
     assert said == "" and errors.startswith(f"serve: error: port {port} is taken")
     assert (tmp_path / "calls").read_text().startswith("plan ") and "vllm" not in (tmp_path / "calls").read_text()
-
-
-@pytest.mark.contract("serve.sh")
-def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, recipe):
-    """Neither listens yet. The lock is the server's own: it ends with it."""
-    port = free_port()
     server = start_server(tmp_path, recipe, "127.0.0.1", port, STAND_IN_SERVER="loads long")
     try:
         assert f"http://127.0.0.1:{port}" in server.stdout.readline()
@@ -994,7 +828,7 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, re
     finally:
         server.kill()
         server.communicate()
-    os.close(train.lock_port(port))
+    os.close(train.lock_port(port))  # which ends with the server
 
 
 @pytest.mark.contract("SmolLM2")

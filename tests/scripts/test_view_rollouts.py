@@ -1,16 +1,14 @@
 """scripts/view_rollouts.py: the newest rollouts of a log, the server, and the page in a real Chromium."""
 
-import asyncio
 import json
 import math
 import re
 import signal
 import socket
 import subprocess
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from urllib.parse import urlencode
 
 import pytest
 import requests
@@ -21,8 +19,8 @@ from PIL import Image
 from viewer import log as viewer_log
 from viewer.log import LogReader
 
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.reports import rollout_log
-from mt_grpo.reports.progress import MetricsLog
 from mt_grpo.reports.rollout_log import write_rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +102,11 @@ def write_log(folder, logged, fresh=True):
     return Path(folder)
 
 
+def write_metrics(folder, metrics):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    return folder
+
+
 def log_of(folder, **arguments):
     log = LogReader(Path(folder), **arguments)
     log.refresh()
@@ -183,21 +186,17 @@ def test_the_newest_rows_of_a_large_log_are_read(tmp_path, monkeypatch, capsys):
     for rank in (0, 1):
         for each in logged:
             write_rollouts(tmp_path / f"rollouts.rank{rank}.jsonl", [{**each, "rank": rank}])
-    read = []
-    monkeypatch.setattr(viewer_log, "open_segment", lambda path: read.append(path.name) or open(path, "rb"))
-    log = log_of(tmp_path, most_bytes=30 * size)
+    run = view_rollouts.Run(tmp_path)
+    log = run.log
+    log.most_bytes = 30 * size
+    run.read()
     kept = [[line["step"] for line in log.table({})["rows"] if line["rank"] == rank] for rank in (0, 1)]
     assert kept == [list(range(35, 50))] * 2
-    assert "rollouts.rank0.00004.jsonl" in read and "rollouts.rank0.00001.jsonl" not in read
     note = "only the newest 30 rollouts are shown"
-    assert note in log.info()["notes"][0]
+    assert note in capsys.readouterr().out and note in run.info()["notes"][0]
     write_log(tmp_path, [row(60, 0, "?", [turn("x")])], fresh=False)
     assert log.refresh() == 1 and log.info()["count"] == 30
     assert [line["step"] for line in log.table({})["rows"] if line["rank"] == 0] == [*range(36, 50), 60]
-    run = view_rollouts.Run(tmp_path)
-    run.log.most_bytes = 30 * size
-    run.read()
-    assert note in capsys.readouterr().out and note in run.info()["notes"][0]
 
 
 def test_a_new_run_in_the_folder_begins_anew(tmp_path):
@@ -209,22 +208,6 @@ def test_a_new_run_in_the_folder_begins_anew(tmp_path):
     assert line["prompt"] == "New?" and log.table({"text": "louvre"})["total"] == 0
     write_log(tmp_path, [row(0, 0, "Newer?", [turn("word " * 999)])] * 3)  # longer than what was read
     assert log.refresh() == 3 and {line["prompt"] for line in log.table({})["rows"]} == {"Newer?"}
-
-
-def test_what_cannot_be_shown_is_said(tmp_path):
-    """Another version, rows that are none, a last line that is cut off."""
-    good = [json.dumps(each) for each in rows()[:3]]
-    newer = {**rows()[3], "schema": 2, "colour": "red", "turns": [turn("x", mood="good")]}
-    bad = ["[1]", "{not json", '{"step": 1}', '{"turns": 5, "messages": []}', json.dumps({**rows()[0], "rewards": 3})]
-    (tmp_path / LOG).write_text("\n".join([*good, json.dumps(newer), *bad, good[0][:40]]))
-    log = log_of(tmp_path)
-    notes = "\n".join(log.info()["notes"])
-    for count, what in ((1, "JSONDecodeError"), (3, "ValueError: expected turns"), (1, "AttributeError")):
-        assert f"{count} rows that are no rollout ({what}" in notes
-    assert "1 rollouts are not of schema 1" in notes
-    shown = log.table({"step_to": "6"})["rows"]
-    assert [each["number"] for each in shown] == [0, 1, 2, 3] and log.refresh() == 0
-    assert "\n".join(log.info()["notes"]) == notes
 
 
 def test_a_sample_says_which(tmp_path):
@@ -242,43 +225,30 @@ def changed(**columns):
     return {**rows()[0], **columns}
 
 
-HOSTILE = {  # what a row has, and what the table makes of it: columns that it must have, or why it is left out
-    "half a character as a tool": (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),
-    "half a character as a reward": (changed(rewards={"\ud83d": 1.0}), {"rewards": {"?": 1.0}}),
-    "an answer of many brackets": (
-        json.dumps(changed(answer=0)).replace('"answer": 0', f'"answer": {"[" * 10**5}'), None,
-    ),
-    "rewards that JSON does not have": (
-        changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}),
-        {"reward": None, "rewards": {"a": None, "b": 0.5}},
-    ),
-    **{f"{key} {value}": (changed(**{key: value}), None) for key in ("step", "batch_size", "num_tokens", "index")
-       for value in (None, "3", float("nan"))},
-    "no number of prompt messages": (changed(num_prompt_messages=None), None),
-    "a message with an image": (
-        changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}],
-                num_prompt_messages=1),
-        {"prompt": "[image]\nWhere?"},
-    ),
-    "an example in the prompt": (
-        changed(messages=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "I look. 2"},
-                          *rows()[0]["messages"]], num_prompt_messages=4),
-        {"prompt": "Where is the Louvre?"},
-    ),
-}  # fmt: skip
+NO_ROLLOUTS = ["{not json", '{"step": 1}', '{"turns": 5, "messages": []}', changed(rewards=3), changed(index="3"),
+               "[1]", changed(step=None), changed(num_tokens=math.nan), changed(num_prompt_messages=None)]  # fmt: skip
+ODD_ROLLOUTS = [  # with what the table makes of them; the fourth has an example in its prompt
+    (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),  # half a character
+    (changed(reward=math.nan, rewards={"a": math.inf, "b": 0.5}), {"reward": None, "rewards": {"a": None, "b": 0.5}}),
+    (changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}],
+             num_prompt_messages=1), {"prompt": "[image]\nWhere?"}),
+    (changed(messages=[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "I look. 2"},
+                       *rows()[0]["messages"]], num_prompt_messages=4), {"prompt": "Where is the Louvre?"}),
+    (changed(schema=2, colour="red", turns=[turn("x", mood="good")]), {"schema": 2}),  # of a newer version
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_an_odd_row_hides_no_other(name, tmp_path):
-    odd, columns = HOSTILE[name]
-    lines = [json.dumps(rows()[0]), odd if isinstance(odd, str) else json.dumps(odd), json.dumps(rows()[1])]
-    (tmp_path / LOG).write_text("".join(line + "\n" for line in lines))
+def test_an_odd_row_hides_no_other(tmp_path):
+    """What is no rollout is left out, with its last line that is cut off, and the page says how many rows that are."""
+    lines = [each if isinstance(each, str) else json.dumps(each) for each in (rows()[0], *NO_ROLLOUTS, rows()[1])]
+    lines += [json.dumps(each) for each, _ in ODD_ROLLOUTS]
+    (tmp_path / LOG).write_text("\n".join([*lines, lines[0][:40]]))
     log = log_of(tmp_path)
     shown = log.table({})["rows"]
-    assert len(shown) == (2 if columns is None else 3)
-    assert (columns is None) == any("left out" in note for note in log.info()["notes"])
-    if columns is not None:
-        (line,) = [line for line in shown if line["id"] == 2]
+    notes = "\n".join(log.info()["notes"])
+    assert len(shown) == 2 + len(ODD_ROLLOUTS) and log.refresh() == 0 and "1 rollouts are not of schema 1" in notes
+    assert sum(map(int, re.findall(r"(\d+) rows that are no rollout", notes))) == len(NO_ROLLOUTS)
+    for line, (_, columns) in zip(shown[2:], ODD_ROLLOUTS, strict=True):
         assert {column: line[column] for column in columns} == columns
     json.dumps([log.info(), *(log.rollout(line["id"]) for line in shown)], allow_nan=False)
 
@@ -294,35 +264,23 @@ def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
     ]  # fmt: skip
 
 
-def test_metrics_that_cannot_be_written_end_no_run(tmp_path, caplog):
-    (tmp_path / "metrics.jsonl").mkdir()
-    log, args = MetricsLog(), SimpleNamespace(output_dir=str(tmp_path))
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0)
-    log.on_log(args, state, None, {"reward": 1.0})
-    assert "The metrics could not be written" in caplog.text and "Training continues" in caplog.text
-
-
 def test_what_a_panel_shows(tmp_path):
-    """Numbers alone, by their short names; shares that stay near 0 are left out."""
+    """Numbers alone, by their short names; shares that stay near 0 are left out. Evaluations have a panel."""
     shares = {"stop/answered": 0.9, "stop/max_turns": 0.001, "rewards/calls/mean": 0.5, "rewards/calls/std": 0.1}
     logs = [{"step": n, "reward": n / 10, "rewards/match_reward_func/mean": math.nan, **shares} for n in (1, 2)]
-    history = [*logs, {"step": 2, "train_runtime": 3.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
-    logs = [row for row in view_rollouts.read_metrics(tmp_path) if "reward" in row]
-    panels = {title: view_rollouts.lines_of(logs, metrics) for title, metrics in view_rollouts.PANELS}
-    assert panels["Rewards"] == {"total reward": [[1, 0.1], [2, 0.2]], "calls": [[1, 0.5], [2, 0.5]]}
-    assert panels["Stop reasons"] == {"answered": [[1, 0.9], [2, 0.9]]}
-    assert panels["Seconds"] == {}
-
-
-def test_evaluations_have_a_panel(tmp_path):
-    metrics = [{"step": 1, "reward": 1.0}, {"step": 2, "eval_reward": 0.25, "eval_rewards/a_reward_func/mean": 0.75}]
-    (write_log(tmp_path, rows()) / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    logs += [
+        {"step": 2, "train_runtime": 3.0},
+        {"step": 2, "eval_reward": 0.25, "eval_rewards/a_reward_func/mean": 0.75},
+    ]
+    write_metrics(write_log(tmp_path, rows()), logs)
     panels = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
-    assert [(panel["title"], panel["mode"]) for panel in panels] == [("Rewards", ""), ("Evaluation", "eval_")]
-    assert [(line["label"], line["points"]) for line in panels[1]["lines"]] == [
-        ("total reward", [[2, 0.25]]), ("a", [[2, 0.75]]),
-    ]  # fmt: skip
+    assert [
+        (each["title"], each["mode"], {line["label"]: line["points"] for line in each["lines"]}) for each in panels
+    ] == [
+        ("Rewards", "", {"total reward": [[1, 0.1], [2, 0.2]], "calls": [[1, 0.5], [2, 0.5]]}),
+        ("Stop reasons", "", {"answered": [[1, 0.9], [2, 0.9]]}),
+        ("Evaluation", "eval_", {"total reward": [[2, 0.25]], "a": [[2, 0.75]]}),
+    ]
 
 
 # -- the program --
@@ -331,28 +289,21 @@ def test_evaluations_have_a_panel(tmp_path):
 @pytest.fixture
 def served():
     """A function that serves folders from a thread of this process, as the program does; the address."""
-    running = []
+    runners = []
 
     def serve(*folders):
-        loop, app = asyncio.new_event_loop(), view_rollouts.Viewer(list(folders)).app()
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        runner = web.AppRunner(app)
+        runners.append(runner := web.AppRunner(view_rollouts.Viewer(list(folders)).app()))
 
         async def start():
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             return runner.addresses[0][1]
 
-        running.append((loop, thread, runner))
-        return f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result(60)}"
+        return f"http://127.0.0.1:{run_async(start(), 60)}"
 
     yield serve
-    for loop, thread, runner in running:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+    for runner in runners:
+        run_async(runner.cleanup(), 60)
 
 
 @pytest.mark.contract("viewer")
@@ -393,10 +344,6 @@ def table_ids(page):
     return [int(link.get_attribute("href").split("/")[-1]) for link in page.query_selector_all("tbody a")]
 
 
-def address_of(query):
-    return "rollouts?" + "&".join(f"{name}={requests.utils.quote(value)}" for name, value in query.items())
-
-
 def go(page, place):
     """Another view of the page; returns when it is there."""
     page.evaluate("document.querySelector('main').replaceChildren()")
@@ -410,6 +357,11 @@ def until(page, expression):
     while not page.evaluate(expression):
         assert time.monotonic() < end, expression
         time.sleep(0.05)
+
+
+def paint(page, colour):
+    page.click(f"button:has-text('{colour}')")
+    page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
 
 
 def one_page(folder, *more):
@@ -426,7 +378,7 @@ def test_filters_of_a_page(served, open_page, tmp_path, capsys):
     for page, cases in ((open_page(address), CASES), (open_page(served(folder)), CASES[::6])):
         go(page, "curves")
         for query, expected in cases:
-            go(page, address_of({**query, "limit": "50"} if not query else query))
+            go(page, "rollouts?" + urlencode(query or {"limit": "50"}))
             assert table_ids(page) == expected, query
 
 
@@ -453,16 +405,16 @@ def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):
                                  loss_mask=[1], advantages=[1.0])],
                stop=EVIL, error=EVIL, answer=[EVIL], rewards={EVIL: 1.0}, mode=EVIL)  # fmt: skip
     folder = write_log(tmp_path / "<b>run", [evil, {**rows()[0], EVIL: 1}])
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 1.0, f"rewards/{EVIL}/mean": 1.0}) + "\n")
+    write_metrics(folder, [{"step": 1, "reward": 1.0, f"rewards/{EVIL}/mean": 1.0}])
     for address in (one_page(folder), served(folder)):
         page = open_page(address)
+        assert "default-src 'none'; script-src 'sha256-" in page.content()  # should text ever get in as HTML
         for place in ("curves", "rollouts", "rollout/0/1", "group/0/1"):
             go(page, place)
             if place == "group/0/1":
                 assert page.inner_text(".group").count("<script>window.hit = 1</script>") >= 5
             for colour in ("none", "advantage") if place == "rollout/0/1" else ():
-                page.click(f"button:has-text('{colour}')")
-                page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
+                paint(page, colour)
                 assert page.inner_text("main").count("<script>window.hit = 1</script>") >= 5
             assert page.evaluate("[...document.querySelectorAll('main img, main script, header b')].length") == 0
             assert not set("\x00\x1b\u202e") & set(page.inner_text("body"))
@@ -470,21 +422,6 @@ def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):
         page.wait_for_timeout(200)
         assert page.evaluate("window.hit") is None
         assert "␛[31m␀⟨U+202E⟩" in page.inner_text("main")
-
-
-def test_a_foreign_script_does_not_run(browser, tmp_path):
-    """Where text should ever get into the page as HTML, the page's policy keeps a browser from running it."""
-    address = one_page(write_log(tmp_path, rows()))
-    text = (tmp_path / "page.html").read_text()
-    evil = "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
-    (tmp_path / "page.html").write_text(text.replace("</body>", evil + "</body>"))
-    page, errors = browser.new_page(), []
-    page.on("console", lambda message: errors.append(message.text))
-    page.goto(address)
-    page.wait_for_selector("nav", state="attached")
-    assert page.evaluate("window.hit") is None
-    assert len([error for error in errors if "Content Security Policy" in error]) == 3
-    page.close()
 
 
 @pytest.mark.contract("viewer")
@@ -498,8 +435,7 @@ def test_tokens_are_coloured(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [turn("Pa\nris", **tokens)])])) + "#rollout/0/1")
 
     def spans(colour):
-        page.click(f"button:has-text('{colour}')")
-        page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
+        paint(page, colour)
         return page.evaluate(
             "[...document.querySelectorAll('.t')].map(t => [t.textContent, t.className, t.style.background, t.title])"
         )
@@ -548,29 +484,19 @@ def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
     assert '"policy_version": 0' in fields and '"turn_rewards": [\n  0.1\n ]' in fields
 
 
-CONTEXT = [
-    {"role": "system", "content": "Sum up the zebra.", "more": None},
-    {"role": "assistant", "content": "", "more": '{"tool_calls": []}'},
-]
-
-
-def sub_agent():
+def test_what_a_further_record_read_is_shown(open_page, tmp_path):
     """A turn of the main loop, one of a sub-agent with a prompt of its own, and the main loop again."""
+    context = [{"role": "system", "content": "Sum up the zebra.", "more": None},
+               {"role": "assistant", "content": "", "more": '{"tool_calls": []}'}]  # fmt: skip
     turns = [
         turn("one", record=0, after=None, context=None, tools='[{"name": "add"}]'),
-        turn("two", record=1, after=None, context=CONTEXT, tools=None),
+        turn("two", record=1, after=None, context=context, tools=None),
         turn("three", record=0, after=0, context=None, tools=None),
     ]
-    return row(0, 0, "Main?", turns, records=2)
-
-
-def test_what_a_further_record_read_can_be_searched(tmp_path):
-    log = log_of(write_log(tmp_path, [sub_agent(), row(0, 1, "Other?", [turn("x", context="odd")])]))
-    assert ids(log.table({"text": "zebra"})["rows"]) == [1]
-
-
-def test_what_a_further_record_read_is_shown(open_page, tmp_path):
-    page = open_page(one_page(write_log(tmp_path, [sub_agent()])) + "#rollout/0/1")
+    logged = [row(0, 0, "Main?", turns, records=2), row(0, 1, "Other?", [turn("x", context="odd")])]
+    folder = write_log(tmp_path, logged)
+    assert ids(log_of(folder).table({"text": "zebra"})["rows"]) == [1]
+    page = open_page(one_page(folder) + "#rollout/0/1")
     read = page.evaluate("[...document.querySelectorAll('details')].map(each => each.textContent)")
     assert "tools that were offered" in read[1] and '[{"name": "add"}]' in read[1]
     assert "record 1: 2 messages that the model read before this turn" in read[2] and "Sum up the zebra." in read[2]
@@ -583,32 +509,16 @@ def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
     unread = turn("Hm.", [("search", {"query": "a\nb"})], [("down", "tool")], num_read=0, **tokens)
     page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [unread])])) + "#rollout/0/1")
     for colour in ("none", "advantage"):
-        page.click(f"button:has-text('{colour}')")
-        page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
+        paint(page, colour)
         assert "error: tool" in page.inner_text(".part.error") and "not read" in page.inner_text(".part.error")
         assert page.inner_text(".part.call dl") == "query\na\nb" and page.inner_text(".part.error pre") == "down"
-
-
-def test_one_step_can_be_seen(open_page, tmp_path):
-    """And its rollouts are those of the step that its curve is of."""
-    folder = write_log(tmp_path, [row(3, 0, "?", [turn("x")]), row(3, 4, "?", [turn("x")], mode="eval")])
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward": 0.0}) + "\n")
-    page = open_page(one_page(folder) + "#curves")
-    assert page.locator(".curve").first.get_attribute("d").endswith("h0")
-    page.locator(".panel svg").first.focus()
-    page.keyboard.press("ArrowRight")
-    assert page.locator(".readout").first.inner_text() == "step 4 (rollouts of step 0 to 3): total reward 0"
-    page.keyboard.press("Enter")
-    until(page, "document.querySelector('#count')?.textContent.includes('of 1 ')")
-    assert table_ids(page) == [1] and page.inner_text("tbody a") == "3"
 
 
 def test_two_runs_are_compared(open_page, tmp_path):
     """The curves of both, and the rollouts of each."""
     for name, gain in (("first", 1), ("second", 2)):
         folder = write_log(tmp_path / name, rows()[: 2 + 2 * gain])
-        metrics = [{"step": step, "reward": gain * step} for step in (1, 2, 3)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+        write_metrics(folder, [{"step": step, "reward": gain * step} for step in (1, 2, 3)])
     page = open_page(one_page(tmp_path / "first", tmp_path / "second") + "#curves")
     page.wait_for_selector(".panel:has-text('Rewards') .curve")
     curves = page.locator(".panel:has-text('Rewards') .curve")
@@ -640,16 +550,14 @@ def test_it_follows_a_running_job(served, open_page, tmp_path):
     until(page, "document.querySelector('main > h2').textContent.startsWith('step 3:')")  # the newest group
 
 
-def split_rows():
-    """A group of 8, of 16, in a batch of 64, whose calls are of no tool."""
-    unknown = turn("Well.", [("serach", {})], [("Error: unknown tool 'serach'", "call")])
-    sizes = {"group_size": 16, "batch_size": 64, "outcome_advantage": 0.75, "group": 0, "turn_advantages": [1.0]}
-    return [row(0, i, "Who?", [unknown], reward=i % 3 / 2, **sizes) for i in range(8)]
-
-
 def test_a_group_is_on_one_screen_the_best_first(open_page, tmp_path):
     """With its advantages split, the share that was logged, and what calls of unknown tools were told."""
-    page = open_page(one_page(write_log(tmp_path, split_rows())), width=1400)
+    unknown = turn("Well.", [("serach", {})], [("Error: unknown tool 'serach'", "call")])
+    sizes = {"group_size": 16, "batch_size": 64, "outcome_advantage": 0.75, "group": 0, "turn_advantages": [1.0]}
+    logged = [row(0, i, "Who?", [unknown], reward=i % 3 / 2, **sizes) for i in range(8)]
+    page = open_page(one_page(write_log(tmp_path, logged)), width=1400)
+    info = log_of(tmp_path).info()
+    assert (info["count"], info["sampled"]) == (8, 64)
     assert group_line(page, "total reward") == ["1.00"] * 2 + ["0.50"] * 3 + ["0.00"] * 3
     assert page.evaluate("document.querySelector('.group').getBoundingClientRect().right") <= 1400
     assert page.evaluate("document.scrollingElement.scrollWidth") == 1400
@@ -693,22 +601,15 @@ def test_the_page_opens_on_the_newest_group(served, open_page, tmp_path):
         until(page, "location.hash.endsWith('?turn=7') && scrollY > 900")
 
 
-def test_it_says_how_many_of_the_sampled_rollouts_were_logged(tmp_path):
-    info = log_of(write_log(tmp_path, split_rows())).info()
-    assert (info["count"], info["sampled"]) == (8, 64)
-
-
 # -- images --
 
 
-def with_images(folder, large=False):
+def with_images(folder):
     """A rollout that reads one image in its prompt and one in a result, and whose policy writes the name of one."""
     names = ["3f2a0c9d11e4", "00112233aabb"]
     (folder / "images").mkdir(parents=True)
     for k, name in enumerate(names):
         Image.new("RGB", (40 + k, 20), (200, 40 * k, 0)).save(folder / f"images/{name}.png")
-    if large:
-        (folder / f"images/{names[1]}.png").write_bytes(bytes(21 * 2**20))
     turns = [
         turn(f"<image {names[1]}>", [("zoom", {})], [(f"Corner: <image {names[1]}>.", None)]),
         turn("<image ffffffffffff>"),
@@ -739,12 +640,3 @@ def test_images_are_shown_where_they_were_read(served, open_page, tmp_path):
     assert good.content == (folder / f"images/{names[0]}.png").read_bytes()
     for path in (f"0/{'0' * 12}", f"7/{names[0]}", "0/..%2F..%2Fsecret", f"0/{names[0]}.png"):
         assert requests.get(f"{address}/api/image/{path}").status_code in (404, 400)
-
-
-def test_a_page_in_one_file_has_images_up_to_a_size(open_page, tmp_path):
-    folder, names = with_images(tmp_path / "run", large=True)
-    page = open_page(one_page(folder) + "#rollout/0/1")
-    page.wait_for_selector("article")
-    assert page.evaluate("document.querySelectorAll('img').length") == 1
-    assert (folder / "page.html").read_text().count("data:image/png;base64,") == 1
-    assert f"Corner: <image {names[1]}>." in page.inner_text("article")

@@ -1,20 +1,15 @@
 """A corpus for tools/wiki_search.py from a copy of TriviaQA's evidence in its schema: whole, stopped, bad input."""
 
-import fcntl
 import json
 import os
-import re
 from pathlib import Path
 
-import datasets
 import pytest
 from build import wiki_corpus
 from datasets import Dataset, Features, List, Value
-from launch import launch_plan
 
 from tools.wiki_search import wiki_search
 
-ROOT = Path(__file__).resolve().parents[2]
 CARD = """---
 dataset_info:
 - config_name: rc.wikipedia
@@ -94,28 +89,6 @@ def test_other_data_sets_name_their_columns(hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "pages"),
-    [
-        ({"p": None}, []),
-        ({"p": {"t": None, "x": None}}, []),
-        ({"p": {"t": ["A", None, "C"], "x": ["a", "b", None]}}, [("A", "a")]),
-        ({"p": [{"t": "A", "x": ["a", "b"]}, None]}, [("A", "a b")]),
-        ({"p": {"t": ["A"], "x": "a"}}, "['A'] and 'a'"),
-        ({"p": {"t": ["A"], "x": ["a", "b"]}}, "['A'] and ['a', 'b']"),
-        ({"p": {"t": ["A"], "x": [[["a"]]]}}, "'A' and [['a']]"),
-        ({"p": {"t": "A", "x": ["a", None]}}, "'A' and ['a', None]"),
-        ({"p": {"t": 0, "x": "a"}}, "0 and 'a'"),
-    ],
-)
-def test_what_a_row_holds_is_texts_or_nothing(row, pages):
-    if isinstance(pages, list):
-        assert list(wiki_corpus.pages_of(row, "p.t", "p.x")) == pages
-        return
-    with pytest.raises(ValueError, match="'p.t' and 'p.x' hold " + re.escape(pages) + ". Expected texts"):
-        list(wiki_corpus.pages_of(row, "p.t", "p.x"))
-
-
-@pytest.mark.parametrize(
     ("before", "long"), [(0, 121), (19, 105), (20, 119), (79, 71), (79, 41), (115, 10), (60, 500)]
 )
 def test_no_passage_is_longer_than_a_fifth_more(before, long):
@@ -130,7 +103,7 @@ def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
     wiki_corpus.main([str(tmp_path / "whole"), "--dataset", str(hub)])
     monkeypatch.setattr(wiki_corpus, "SAVE_SECONDS", 0.0)
     whole_rows = wiki_corpus.rows_of
-    for stop in range(7):
+    for stop in (0, 1, 3, 6):
 
         def stopped(stream, stop=stop):
             for k, row in enumerate(whole_rows(stream)):
@@ -154,40 +127,17 @@ def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--title", "entity_pages.name"],
-            "there is no 'entity_pages.name' .--title, --text.. The columns are questi",
-        ),
-        (
-            [*OF_PAGES, "--title", "title", "--text", "number"],
-            "'title' and 'number' hold 'Seine' and 3. Expected text",
-        ),
-        (["--config", "rc.web"], r"'rc.web' not found. Available: \['rc.wikipedia', 'pages'\]"),
-        (["--split", "tset"], "Bad split: tset. Available splits: ['train', 'validation']".replace("[", r"\[")),
-        (["--dataset", "/nowhere/data"], "name its splits, such as --split train"),
-        (["--dataset", "/nowhere/data", "--split", "train"], "Couldn't find any data file at /nowhere/data"),
-    ],
+    "arguments", [["--title", "entity_pages.name"], ["--config", "rc.web"], ["--dataset", "/nowhere/data"]]
 )
-def test_what_is_no_corpus_is_one_sentence(arguments, message, hub, tmp_path):
+def test_what_is_no_corpus_is_one_sentence(arguments, hub, tmp_path):
     output = tmp_path / "wiki.jsonl"
-    with pytest.raises(SystemExit, match=f"^error: no corpus from .*{message}[^\n]*$"):
+    with pytest.raises(SystemExit, match="^error: no corpus from [^\n]*$"):
         wiki_corpus.main([str(output), "--dataset", str(hub), *arguments])
     assert not list(tmp_path.glob("wiki.jsonl*"))  # nothing is in the way of the right command
-    wiki_corpus.main([str(output), "--dataset", str(hub)])
 
 
-def test_without_a_network(hub, tmp_path, monkeypatch):
-    """At the start, and in the middle: then the same command goes on."""
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach 'mandarjoshi/trivia_qa' on the Hub")
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="error: no corpus .*Couldn't reach"):
-        patch.setattr(datasets, "load_dataset", unreachable)
-        wiki_corpus.main([str(tmp_path / "a")])
-    assert not list(tmp_path.glob("a*"))
+def test_a_network_that_ends_in_the_middle(hub, tmp_path):
+    """The same command goes on."""
     lost = hub / "rc.wikipedia/train-1.parquet"
     content = lost.read_bytes()
     lost.write_bytes(content[:100])
@@ -195,48 +145,17 @@ def test_without_a_network(hub, tmp_path, monkeypatch):
         wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(hub)])
     assert not (tmp_path / "a").exists()
     lost.write_bytes(content)
-    wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(hub)])
-    wiki_corpus.main([str(tmp_path / "b"), "--dataset", str(hub)])
+    for name in "ab":
+        wiki_corpus.main([str(tmp_path / name), "--dataset", str(hub)])
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_what_is_there_is_not_overwritten(hub, tmp_path):
-    output, part = tmp_path / "wiki.jsonl", tmp_path / "wiki.jsonl.part"
-    for path, state, message in (
-        (part, None, "wiki.jsonl.part is half of another corpus, or damaged"),
-        *((part, state, "or .*wiki.jsonl.part.json is. Delete both") for state in ("", '{"of', "[]", "{}", "3")),
-        (output, None, "exists. Delete it"),
-    ):
-        path.write_text('{"id": "mine", "title": "mine", "text": "mine"}\n')
-        if state is not None:
-            Path(f"{part}.json").write_text(state)
-        with pytest.raises(SystemExit, match=message):
-            wiki_corpus.main([str(output), "--dataset", str(hub)])
-        assert "mine" in path.read_text()
-
-
-def test_only_one_process_writes_a_corpus(hub, tmp_path):
-    with open(tmp_path / "wiki.jsonl.part", "w") as part:
-        fcntl.flock(part, fcntl.LOCK_EX)
-        with pytest.raises(SystemExit, match="^error: .* another process writes .*wiki.jsonl.part$"):
-            wiki_corpus.main([str(tmp_path / "wiki.jsonl"), "--dataset", str(hub)])
-
-
-def test_a_data_set_with_a_script_is_one_sentence(tmp_path):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/old.py").write_text("import datasets\n")
-    with pytest.raises(SystemExit, match="^error: no corpus from .*Dataset scripts are no longer supported[^\n]*$"):
-        wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(tmp_path / "old"), "--split", "train"])
-    assert not list(tmp_path.glob("a*"))
-
-
-def test_a_launch_without_its_corpus_says_how_to_make_it(tmp_path, monkeypatch):
-    """Before a server is started. The recipe sets the variable, which the test undoes."""
-    monkeypatch.setenv("WIKI_SEARCH_CORPUS", "")
-    monkeypatch.setattr(launch_plan, "check_installed", lambda engine: None)
-    recipe = (ROOT / "hf_recipes/tiny/encyclopedia.yaml").read_text() + "use_vllm: true\nvllm_mode: server\n"
-    (tmp_path / "recipe.yaml").write_text(
-        recipe.replace("hf_recipes/tiny/encyclopedia/corpus.jsonl", "x/hotpot.jsonl")
-    )
-    with pytest.raises(OSError, match="x/hotpot.jsonl does not exist. The recipe's first lines .*wiki_corpus.py"):
-        launch_plan.make_plan(str(tmp_path / "recipe.yaml"), ["--output_dir", str(tmp_path)])
+@pytest.mark.parametrize("state", [None, '{"of', "{}"])
+@pytest.mark.parametrize("name", ["wiki.jsonl", "wiki.jsonl.part"])
+def test_what_is_there_is_not_overwritten(name, state, hub, tmp_path):
+    (tmp_path / name).write_text('{"id": "mine", "title": "mine", "text": "mine"}\n')
+    if state is not None:
+        (tmp_path / "wiki.jsonl.part.json").write_text(state)
+    with pytest.raises(SystemExit, match="exists. Delete it|is half of another corpus, or damaged|Delete both"):
+        wiki_corpus.main([str(tmp_path / "wiki.jsonl"), "--dataset", str(hub)])
+    assert "mine" in (tmp_path / name).read_text()
