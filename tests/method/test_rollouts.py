@@ -23,20 +23,6 @@ from scripted import (
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, ToolCall, ToolResult, Turn
 
 
-def queries(completions, **kwargs):
-    """A reward as TRL's example has it: -1 without a call, less for more than two."""
-    calls = [[c for turn in completion for c in turn.get("tool_calls") or []] for completion in completions]
-    return [-1.0 if not c else 0.5 - 0.25 * max(0, len(c) - 2) for c in calls]
-
-
-def structure(completions, **kwargs):
-    return [
-        0.1 * any(turn["role"] == "assistant" and turn.get("tool_calls") for turn in completion)
-        + 0.2 * any(turn["role"] == "tool" and turn["name"] == "add" for turn in completion)
-        for completion in completions
-    ]
-
-
 def test_completions_have_calls_and_results_in_trls_shape():
     """In xml as in the other formats; the log, and what the model reads, stay as they are."""
     broken, unknown = "<tool>{no</tool>", call("nothing", x=1)
@@ -58,9 +44,6 @@ def test_completions_have_calls_and_results_in_trls_shape():
     assert "tool_calls" not in wrong[0] and wrong[1]["name"] == "unknown"  # a call that cannot be read is text
     assert wrong[2]["tool_calls"][0]["function"] == {"name": "nothing", "arguments": {"x": 1}}
     assert answered == [{"role": "assistant", "content": "<answer>5</answer>"}]
-    completions = [rollout.completion for rollout in rollouts]
-    assert queries(completions) == [0.5, 0.5, -1.0]
-    assert structure(completions) == [pytest.approx(0.3), 0.1, 0.0]
 
 
 def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
