@@ -1,6 +1,8 @@
 """Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
 
+import fcntl
 import json
+import os
 import shutil
 import threading
 import time
@@ -221,6 +223,28 @@ def test_a_server_of_another_user_may_read_the_files(servers, tmp_path):
         shutil.rmtree(folder.parent)
 
 
+def test_what_others_put_beside_the_weights_is_left_alone(tmp_path):
+    """No link is followed, and no other user's folder is removed; a dead run's own folder is."""
+    open_to_all, victim = tmp_path / "open", tmp_path / "victim"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o1777)  # as /dev/shm
+    names = {"dead", "alive", "no-lock", *(["another-users"] if os.geteuid() == 0 else [])}
+    folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
+    for name, folder in {**folders, "victim": victim}.items():
+        folder.mkdir()
+        if name != "no-lock":
+            (folder / "lock").write_text("precious")
+    (link := open_to_all / "mt-grpo-weights-link").symlink_to(victim)
+    if "another-users" in names:
+        os.chown(folders["another-users"], 12345, 12345)
+    with open(folders["alive"] / "lock") as held:  # by a run that lives
+        fcntl.flock(held, fcntl.LOCK_EX)
+        own = VLLMServerClient("127.0.0.1", 9, sync_dir=str(open_to_all)).transfer._own_folder(1)
+    assert own.stat().st_mode & 0o777 == 0o700  # where everybody may write, only this user may read
+    assert set(open_to_all.iterdir()) == {own, link, *folders.values()} - {folders["dead"]}
+    assert (victim / "lock").read_text() == "precious"
+
+
 def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path, monkeypatch):
     """It is written once. The barrier lets nobody through before all of them load. No push needs the first server."""
     barrier = threading.Barrier(3)
@@ -287,28 +311,6 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
         clients[0].update_weights(iter(WEIGHTS.items()), "v-7", SIZES, torch.device("cpu"))
     assert servers[0].paths() == ["/weight_info"]
     pool.close()
-
-
-def test_a_server_that_is_lost_as_an_adapter_is_unloaded_is_lost(servers, tmp_path, monkeypatch):
-    """The adapter may still be there: the next push unloads it again."""
-    client = VLLMServerClient(base_url=servers[0].url, sync_dir=str(tmp_path))
-    client.transfer.adapter, request, lost = LoraConfig(r=4), client.request, []
-
-    def unload_once(method, path, **kwargs):
-        if path == "/v1/unload_lora_adapter" and not lost:
-            lost.append(kwargs["json"]["lora_name"])
-            raise ServerLost("no answer")
-        return request(method, path, **kwargs)
-
-    monkeypatch.setattr(client, "request", unload_once)
-    push(client, "v-1")
-    push(client, "v-2")
-    with pytest.raises(ServerLost, match="no answer"):
-        push(client, "v-3")
-    push(client, "v-3")
-    unloaded = [body["lora_name"] for path, body in servers[0].asked if path == "/v1/unload_lora_adapter"]
-    assert lost == ["v-1"] and unloaded == ["v-3", "v-1"] and list(client.transfer._loaded) == ["v-2", "v-3"]
-    client.close()
 
 
 @pytest.mark.parametrize("shard_bytes, sizes", [(2**30, [7]), (64, [1, 2, 4])], ids=["one file", "shards"])

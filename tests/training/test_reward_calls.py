@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from datasets import Dataset
 from torch.testing import assert_close
 from trl.trainer.utils import get_callable_name
 
@@ -179,33 +178,6 @@ def test_async_ones_wait_beside_the_others_and_values_keep_their_places():
     assert scored(local, asks, hidden) == [[1.0, 2.0], [3.0, 3.0], [3.0, 3.0]]
 
 
-REWARDS = """
-import json
-
-def reads(completions, answer, **kwargs):
-    return [float(len(json.loads(each))) for each in answer]  # line 5
-
-async def awaited(completions, answer, **kwargs):
-    return [1.0 / each for each in answer]  # line 8
-
-class Callable:
-    def __call__(self, completions, answer, **kwargs):
-        raise ValueError("no number")  # line 12
-"""
-
-
-@pytest.mark.parametrize("name, answer, error", [
-    ("reads", "{", r"JSONDecodeError.*my_rewards.py, line 5, which called .*json/decoder.py, line \d+"),
-    ("awaited", 0, "ZeroDivisionError.*my_rewards.py, line 8"),
-    ("Callable", "a", "ValueError: no number .*my_rewards.py, line 12"),
-])  # fmt: skip
-def test_the_line_of_an_error_is_of_the_rewards_own_file(name, answer, error):
-    exec(compile(REWARDS, "my_rewards.py", "exec"), names := {})
-    ((func,),) = named_apart([names[name]() if name == "Callable" else names[name]])
-    with pytest.raises(RuntimeError, match=f"^Reward {name} raised {error}"):
-        scored(func, completions=[[]], answer=[answer])
-
-
 def length(completions, target, **kwargs):
     return [-abs(len(text) - target) for text in completions]
 
@@ -238,6 +210,22 @@ def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them(caplo
     assert [inspect.iscoroutinefunction(func) for func in named] == [False, False, True, True, False]
     assert named_apart(named)[0] == named  # once is enough
     assert ["length_2" in message for message in caplog.messages] == [True]
+
+
+def test_rewards_of_one_name_are_apart():
+    """Each has its own weight, next to an environment of that name, whose weight is 1."""
+
+    class Game:
+        def reset(self, **row):
+            pass
+
+        def get_reward(self):
+            return 0.125
+
+    funcs, weights = [length, functools.partial(length, target=1), lambda **kwargs: [0.5]], [1.0, 2.0, 4.0]
+    funcs[2].__name__ = "Game"
+    found = RewardFunctions.of([], funcs, mt.MultiTurnToolEnv([], None, environment=Game), [], weights)
+    assert found.names == ["length", "length_2", "Game_2", "Game"] and list(found.weights) == [*weights, 1.0]
 
 
 def test_the_main_outcome_is_the_one_that_counts_most_also_against():
@@ -288,40 +276,6 @@ def test_a_reward_that_seeds_changes_nothing_of_the_run(draw, seed, state_of):
     first, second = values(0), values(1)
     assert str(state_of()) == before and torch.initial_seed() == 42
     assert first == values(0) != second
-
-
-def test_metrics_of_two_rewards_of_one_name_are_apart(random_model, tmp_path):
-    """As they are logged by a trainer: each has its own mean and weight, beside an environment of that name."""
-
-    class Game:
-        def reset(self, **row):
-            pass
-
-        def get_reward(self):
-            return 0.125
-
-    def make(value, name):
-        def reward(prompts, **kwargs):
-            return [value] * len(prompts)
-
-        reward.__name__ = name
-        return reward
-
-    args = mt.MTGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=2,
-        num_generations=2, max_completion_length=8, max_steps=1, save_strategy="no",
-    )  # fmt: skip
-    env = mt.MultiTurnToolEnv([], system_prompt=None, environment=Game)
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "1?"}]}] * 2)
-    funcs = [make(0.25, "same"), make(0.75, "same"), make(0.5, "Game")]
-    trainer = mt.MTGRPOEnvTrainer(random_model, env, [], funcs, outcome_reward_weights=[1.0, 2.0, 4.0], args=args,
-                                  train_dataset=rows)  # fmt: skip
-    assert trainer.reward_func_names == ["same", "same_2", "Game_2", "Game"]
-    trainer.train()
-    logged = next(row for row in trainer.state.log_history if "reward" in row)
-    means = {name: logged[f"rewards/{name}/mean"] for name in trainer.reward_func_names}
-    assert means == {"same": 0.25, "same_2": 0.75, "Game_2": 0.5, "Game": 0.125}
-    assert logged["reward"] == 0.25 + 2 * 0.75 + 4 * 0.5 + 0.125
 
 
 def test_a_turn_is_paid_for_all_its_results_and_for_none_where_none_pays():
