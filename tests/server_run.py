@@ -21,6 +21,7 @@ from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 CONTEXT = 640
+FLAGS = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: bash scripts/setup.sh --test")
 
 

@@ -21,7 +21,6 @@ from scripted import (
 )
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.rollout import StopReason
 
@@ -107,15 +106,3 @@ def test_the_context_is_the_backends_where_the_environment_has_none():
         (rollout,) = env.generate(["2+3?"], backend)["rollouts"]
         assert [r.max_tokens for r in backend.requests] == [115, 20]
         assert rollout.stop_reason == StopReason.CONTEXT_LENGTH
-
-
-def test_an_error_of_the_backend_is_raised_and_cancels_the_rest():
-    class Broken(Scripted):
-        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-            if index == 1:
-                raise ServerError("POST http://127.0.0.1:1/v1/completions: gone")
-            return await super().generate(prompt_ids, max_tokens, sampling_params, index)
-
-    env = make_env()
-    with pytest.raises(ServerError, match="gone"):
-        within(lambda: env.generate(["a", "b"], Broken([[call("slow_echo", text="x", seconds=3600)], [ANSWER]])))
