@@ -7,6 +7,7 @@ import pytest
 import torch
 from bench.common import ROOT
 from safetensors.torch import load_file
+from server_run import FLAGS
 from test_first_batch import preflight, project_folder, recipe_file  # noqa: F401  project_folder is autouse
 from transformers import TrainerCallback
 from warm_vllm import WarmVLLMServer
@@ -78,8 +79,7 @@ def test_the_preflight_names_it(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def port(tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "vllm.log"
-    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs", "--dtype", "bfloat16")
-    with WarmVLLMServer(TINY, *flags, log=log) as server:
+    with WarmVLLMServer(TINY, *FLAGS, "--dtype", "bfloat16", log=log) as server:
         yield server.port
 
 
