@@ -26,10 +26,8 @@ from transformers import (
 from mt_grpo.base.errors import RunError
 from mt_grpo.run.checkpoints import (
     CheckpointError,
-    changed_settings,
     checkpoint_to_resume,
     load_missing,
-    run_record,
     weights_not_finite,
 )
 from mt_grpo.run.trainer import NotFinite, train_or_save
@@ -122,25 +120,6 @@ def test_a_resumed_run_lists_what_differs(random_model, copy, caplog):
     assert [line.split()[0] for line in lines if "no effect" in line] == ["learning_rate:"]
     assert sum("the order of the prompts changes" in line for line in lines) == 3
     assert [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row][-1] == 1e-3
-
-
-@pytest.mark.parametrize("changes, marked", [
-    ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, set()),
-    ({"num_generations": 8, "per_device_train_batch_size": 16}, set()),
-    ({"num_generations": 2}, {"prompts_per_batch"}),
-    ({"num_iterations": 2}, {"steps_per_batch"}),
-])  # fmt: skip
-def test_the_order_of_prompts_changes_with_the_size_of_a_batch(random_model, tmp_path, changes, marked):
-    """In another number of prompts, or of the optimizer steps that it serves."""
-    before, now = (
-        run_record(make_trainer(random_model, tmp_path, **({"per_device_train_batch_size": 8} | more)))
-        for more in ({}, changes)
-    )
-    assert {"credit_assignment", "max_turn_tokens", "tool_timeout", "max_staleness", "beta"} <= now.keys()
-    assert not {"weight_sync_dir", "log_rollouts", "max_concurrent_tools", "output_dir", "save_steps"} & now.keys()
-    lines = changed_settings(before, now)
-    assert {line.partition(":")[0] for line in lines if "the order of the prompts changes" in line} == marked
-    assert lines and set(changes) <= {line.partition(":")[0] for line in lines}
 
 
 def test_the_last_checkpoint_is_the_last_one_that_was_written_to_its_end(copy):
