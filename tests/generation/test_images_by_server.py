@@ -11,7 +11,6 @@ import torch
 import vision_model
 from peft import LoraConfig
 from PIL import Image
-from test_distributed import run as distributed
 from transformers import AutoModelForImageTextToText
 from vision_run import make_served_run, write_recipe
 from warm_vllm import WarmVLLMServer
@@ -233,14 +232,6 @@ def test_a_run_trains_what_the_server_sampled(client, server, folder, tmp_path, 
     assert {len(rollout.turns) for rollouts in kept for rollout in rollouts} == {3}
 
 
-def test_two_ranks_by_one_server(client, server, folder, tmp_path):
-    """Each rank computes what it sampled; their texts with images are read by both."""
-    found = distributed(2, folder, tmp_path, "images-by-server", str(server.port))
-    assert found[0]["differences"] == found[1]["differences"] and len(found[0]["differences"]) == 3
-    assert max(max(differences) for differences in found[0]["differences"]) < 1e-4
-    assert found[0]["moved"] == found[1]["moved"] > 5e-3 and found[0]["secret"] == found[1]["secret"]
-
-
 def test_a_push_that_leaves_out_what_reads_images_is_noticed(client, server, folder, tmp_path):
     """Each tensor of the vision tower alone, at a server that takes all others."""
     trainer = make_served_run(folder, tmp_path, server.port)
@@ -291,26 +282,6 @@ def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder
     found = [evaluate.evaluate(model, recipe, 4, "train", greedy=True, show=4) for model in (str(folder), client)]
     assert found[0]["conversations"] == found[1]["conversations"] and found[1]["backend"] == "vllm server"
     assert "<image " in found[1]["conversations"][0]["messages"][0]["content"]
-
-
-def test_a_load_that_fails_forgets_images_too(client, monkeypatch):
-    """Else the engine ends at the next known image, and hides what failed."""
-    ids = client.tokenizer.drawn_ids()
-    client.score(ids)
-    request = client.request
-
-    def failing(method, path, *args, **kwargs):
-        found = request(method, path, *args, **kwargs)
-        if path == "/reset_prefix_cache":
-            raise ServerError("no reset")
-        return found
-
-    monkeypatch.setattr(client, "request", failing)
-    model = AutoModelForImageTextToText.from_pretrained(client.model_card["id"], dtype=torch.float32)
-    with pytest.raises(ServerError, match="no reset"):
-        client.update_weights(iter(model.state_dict().items()), "half")
-    monkeypatch.undo()
-    assert len(client.score(ids)) == len(ids) - 1 and client.healthy()
 
 
 def test_a_run_of_text_goes_on_where_the_server_takes_no_images(client, server, folder, tmp_path, monkeypatch, caplog):
