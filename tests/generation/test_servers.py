@@ -375,13 +375,8 @@ class Pushed(Settled):
 def pushing():
     """(push of a version to three servers, the pool)."""
     pool = ServerPool([Pushed(0), Pushed(1), Pushed(2)])
-    weights = SimpleNamespace(
-        model=None,
-        named_weights=lambda: iter([]),
-        noise=lambda adapter: contextlib.nullcontext(),
-        expected=set(),
-        sharded=False,
-    )
+    weights = SimpleNamespace(model=None, named_weights=lambda: iter([]), expected=set(), sharded=False)
+    weights.noise = lambda adapter: contextlib.nullcontext()
     accelerator = SimpleNamespace(device="cpu", is_main_process=True)
     sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3])
     sync._probe_logprobs = lambda ids=None: torch.tensor([-1.0, -1.0])

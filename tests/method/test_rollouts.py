@@ -69,11 +69,8 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
 def test_what_a_turn_shows_of_its_results():
     """Each call's text with the first call's error, or else the messages; None where nothing was read."""
     turn = Turn([1], None, "", "stop")
-    assert (
-        turn.observation is turn.error is turn.tool_call is None
-        and not turn.has_observation
-        and turn.tool_seconds == 0
-    )
+    assert turn.observation is turn.error is turn.tool_call is None
+    assert not turn.has_observation and turn.tool_seconds == 0
     turn.messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [1]}]
     assert (turn.observation, turn.has_observation) == ("a\n[1]", True)
     turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
@@ -190,11 +187,8 @@ def test_one_turn_without_a_call():
 def test_system_prompt_and_the_lists_of_generate():
     env = make_env([add], "Tools:\n{tool_descriptions}\nWrite {{}}.")
     backend = Scripted([[ADD, ANSWER], [ANSWER]], tokenizer=CHATML_TOKENIZER)
-    out = env.generate(
-        ["2+3?", [{"role": "system", "content": "Mine."}, {"role": "user", "content": "5?"}]],
-        backend,
-        {"temperature": 0.5},
-    )
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "5?"}]
+    out = env.generate(["2+3?", own], backend, {"temperature": 0.5})
     verify(env, out["rollouts"], backend)
     system = "Tools:\nadd(a: int, b: int) -> str\nAdds.\nWrite {}."
     assert out["prompt_ids"][0] == ids(
@@ -208,10 +202,8 @@ def test_system_prompt_and_the_lists_of_generate():
     assert out["ids"][1] == ids(ANSWER) and out["mask"][1] == [1] * 18 and out["turn_ids"][1] == [0] * 18
     assert out["logprobs"][1] == [-j / 8 for j in range(1, 19)]
     assert out["stop_reasons"] == ["answered", "answered"]
-    assert all(
-        r.params == {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]], "stop": ["</tool>", "</answer>"]}
-        for r in backend.requests
-    )
+    params = {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]], "stop": ["</tool>", "</answer>"]}
+    assert all(request.params == params for request in backend.requests)
 
 
 def test_the_backends_tokenizer_is_used_where_the_environment_has_none():
