@@ -185,9 +185,8 @@ def test_what_it_samples_behind_images_and_what_it_says_of_a_prompt(client, fold
     for prompt, found in zip(prompts, run_async(ask())):
         theirs, ours = torch.tensor(found.logprobs), logprobs_of(model, prompt + found.token_ids)
         assert (theirs - ours[-len(found.token_ids) :]).abs().max() < 2e-5
-        assert found.saw in (None, hash_of_ids(prompt)) and not set(found.token_ids) & set(
-            tokenizer.pictures.unsampled
-        )
+        assert found.saw in (None, hash_of_ids(prompt))
+        assert not set(found.token_ids) & set(tokenizer.pictures.unsampled)
         scores = torch.tensor(client.score(prompt))
         assert (scores - logprobs_of(unforbidden, prompt)).abs().max() < 2e-5
     prompt = next(prompt for prompt in prompts if pictures_in(prompt))
@@ -224,9 +223,8 @@ def test_a_run_trains_what_the_server_sampled(client, server, folder, tmp_path, 
     assert max((p - tower[n]).abs().max().item() for n, p in trainer.model.named_parameters() if n in tower) > 5e-3
     for rollout in (rollout for rollouts in kept for rollout in rollouts):
         (record,) = rollout.records
-        assert len(pictures_in(record.completion_ids)) == sum(
-            len(r.pictures) for t in rollout.turns for r in t.results
-        )
+        shown = [picture for turn in rollout.turns for result in turn.results for picture in result.pictures]
+        assert len(pictures_in(record.completion_ids)) == len(shown)
         sampled = [token for turn in rollout.turns for token in turn.token_ids]
         assert not any(map(is_picture, sampled)) and not set(sampled) & set(trainer.client.servers[0].unsampled)
     assert {len(rollout.turns) for rollouts in kept for rollout in rollouts} == {3}
@@ -267,9 +265,8 @@ def test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for(client, serv
     """And the server samples as the policy does, by the adapter or by merged weights."""
     names = ["q_proj", "v_proj", "gate_proj", "qkv"]  # the last two are also those of layers that read images
     lora = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
-    trainer = make_served_run(
-        folder, tmp_path, server.port, peft_config=lora, freeze_vision_tower=freeze, learning_rate=1e-3
-    )
+    settings = dict(peft_config=lora, freeze_vision_tower=freeze, learning_rate=1e-3)
+    trainer = make_served_run(folder, tmp_path, server.port, **settings)
     of_images = [name for name, p in trainer.model.named_parameters() if p.requires_grad and "visual" in name]
     assert bool(of_images) is (freeze is False)
     trainer.train()
