@@ -4,7 +4,7 @@
         proxy.faults = first(3, Fault("busy", status=503), "/v1/completions")
         client = VLLMServerClient("127.0.0.1", proxy.port)
         ...
-        assert proxy.counts["busy"] == 3 and proxy.statuses("/v1/completions") == ...
+        assert proxy.counts["busy"] == 3
 
 It runs in a thread of its own, and every request that it saw is in `proxy.requests`.
 """
@@ -12,7 +12,6 @@ It runs in a thread of its own, and every request that it saw is in `proxy.reque
 import asyncio
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,9 +30,6 @@ class Request:
     method: str
     path: str
     payload: Any  # the JSON that was sent, None for anything else
-    began: float = field(default_factory=time.monotonic)
-    status: int | None = None  # what the client was answered; None: nothing whole
-    fault: str | None = None
     query: str = ""
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -91,7 +87,6 @@ class FaultProxy:
     Args:
         target: URL of the server; may be set to another one at any time.
         faults: Asked for every request, in the proxy's thread; may be set to another rule at any time.
-        port: None: a free one.
 
     Attributes:
         port: Where it listens on 127.0.0.1.
@@ -100,22 +95,18 @@ class FaultProxy:
         reachable: False: every connection is closed without an answer, as by a server that is gone.
     """
 
-    def __init__(self, target: str, faults: Rule = no_faults, port: int | None = None):
+    def __init__(self, target: str, faults: Rule = no_faults):
         self.target, self.faults, self.reachable = target, faults, True
         self.requests: list[Request] = []
         self.counts: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
-        self.port: int = self._call(self._start(port or 0))
+        self.port: int = self._call(self._start())
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    def statuses(self, path: str) -> Counter:
-        """What the requests with this path were answered."""
-        return Counter(request.status for request in list(self.requests) if request.path == path)
 
     def forget(self) -> None:
         """No faults from here on, and nothing counted yet."""
@@ -138,7 +129,7 @@ class FaultProxy:
     def _call(self, coroutine) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
 
-    async def _start(self, port: int) -> int:
+    async def _start(self) -> int:
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(
@@ -146,7 +137,7 @@ class FaultProxy:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         return site._server.sockets[0].getsockname()[1]
 
@@ -166,13 +157,12 @@ class FaultProxy:
         self.requests.append(request)
         fault = self.faults(request)
         if fault is not None:
-            request.fault = fault.name
             self.counts[fault.name] += 1
             await asyncio.sleep(fault.delay)
             if fault.drip:
                 return await self._drip(incoming, fault)
             if fault.status:
-                return self._answer(request, fault.status, fault.body)
+                return self._answer(fault.status, fault.body)
         if not self.reachable or (fault is not None and fault.status == 0):
             return self._hang_up(incoming)
         headers = {k: v for k, v in incoming.headers.items() if k.lower() not in HOP_BY_HOP}
@@ -192,7 +182,7 @@ class FaultProxy:
             await cut.prepare(incoming)
             await cut.write(answer[: len(answer) // 2])
             return self._hang_up(incoming)
-        return self._answer(request, status, answer)
+        return self._answer(status, answer)
 
     @staticmethod
     async def _drip(incoming: web.Request, fault: Fault) -> web.StreamResponse:
@@ -204,8 +194,7 @@ class FaultProxy:
         return answer
 
     @staticmethod
-    def _answer(request: Request, status: int, body: bytes) -> web.Response:
-        request.status = status
+    def _answer(status: int, body: bytes) -> web.Response:
         return web.Response(status=status, body=body, content_type="application/json")
 
     @staticmethod

@@ -61,6 +61,15 @@ TURN_RETURN = [
 MEAN = 25.25 / 7
 MERGED = [[6.0 - MEAN] * 3, [1.75 - MEAN] * 2, [1.75 - MEAN], [3.75 - MEAN] * 3, [5.25 - MEAN] * 2, [3.5 - MEAN] * 2,
           [3.25 - MEAN], [0.0, 0.0]]  # fmt: skip
+# One group of eight, by turn: R^O, the return of turn 0 around 6.5 / 7, and per rollout around 1.25. All first turns
+# are in one state, and no other state is of two turns.
+GIGPO = [
+    [o - 10 / 7 + 0.5 * (r - 6.5 / 7 + p), *[o - 10 / 7] * (len(kinds) - 1)]
+    for o, r, p, kinds in zip(
+        [3.0, 0.5, 0.5, 1.5, 3.0, 0.5, 1.0], [0.8125, 1.25, 0.5, 0.6875, 1.25, 1.0, 1.0],
+        [0.5, 0.0, -0.5, -0.75, 0.0, 0.75, 0.0], CONVERSATIONS,
+    )
+] + [[0.0, 0.0]]  # fmt: skip
 # Standard deviations of the two groups: sqrt(4.1875 / 3) and sqrt(3.5 / 2), and 1e-4.
 FIRST, SECOND = 1.1814539 + 1e-4, 1.3228757 + 1e-4
 OUTCOME = [[1.625 / FIRST] * 3, [-0.875 / FIRST] * 2, [-0.875 / FIRST], [0.125 / FIRST] * 3, [1.5 / SECOND] * 2,
@@ -72,6 +81,8 @@ CASES = {  # name -> (advantages of the turns, settings, conversations that a re
     "turn_return": (
         TURN_RETURN, dict(num_generations=4, credit_assignment="turn_return", scale_rewards="none",
                           turn_discount=0.5, turn_advantage_coef=0.5), (1, 6, 7)),
+    "gigpo": (GIGPO, dict(num_generations=8, credit_assignment="gigpo", scale_rewards="none", turn_discount=0.5,
+                          turn_advantage_coef=0.5), ()),
     "merged": (MERGED, dict(num_generations=8, credit_assignment="merged", scale_rewards="none"), ()),
     "outcome": (OUTCOME, dict(num_generations=4, credit_assignment="outcome", scale_rewards="group"), ()),
     "evaluation": (

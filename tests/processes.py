@@ -1,15 +1,20 @@
-"""Other processes of a test: what they may import, and whether they have ended.
+"""Other processes of a test: what they may import, whether they have ended, and two ranks.
 
 psutil and not /proc: between the look whether a process's file exists and the reading of it the process may end.
 """
 
 import os
+import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+import warm_python
 
 TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 # As PYTHONPATH: what a test can import (pyproject.toml's pythonpath).
 FOLDERS = sorted(each for each in TESTS.iterdir() if each.is_dir())
 IMPORTS = os.pathsep.join(map(str, [TESTS.parent, TESTS.parent / "scripts", TESTS, *FOLDERS]))
@@ -31,3 +36,31 @@ def ends(pid: int, seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def on_two_threads(function) -> list:
+    """What `function(rank, gather)` gives on each of two ranks, which are threads that meet in `gather(value)`."""
+    barrier, slots = threading.Barrier(2, timeout=20), [None, None]
+
+    def run(rank):
+        def gather(value):
+            slots[rank] = value
+            barrier.wait()
+            values = list(slots)
+            barrier.wait()
+            return values
+
+        return function(rank, gather)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def on_two_ranks(script, *arguments, **env) -> tuple[int, str]:
+    """(exit code, what was printed) of a script that accelerate launches on two ranks."""
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
+               ROOT / "hf_recipes/accelerate/cpu.yaml", script, *arguments]  # fmt: skip
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    return done.returncode, done.stdout + done.stderr

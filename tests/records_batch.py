@@ -101,17 +101,9 @@ def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNC
 
 
 def train(
-    model,
-    out,
-    edit=None,
-    ratios=None,
-    evaluate=False,
-    old_logps="policy",
-    mode="token_truncate",
-    least=None,
-    cut=3.0,
+    model, out, edit=None, ratios=None, evaluate=False, old_logps="policy", mode="token_truncate", least=None, cut=3.0,
     **changes,
-):
+):  # fmt: skip
     """Gradients and losses of a run; with `ratios` as if a server of that kind had sampled."""
     trainer = make_trainer(model, out, edit, **changes)
     if ratios:
@@ -164,19 +156,10 @@ def run_on_ranks(model, out, world):
             per_device_eval_batch_size=4 // world, beta=0.1,
         )  # fmt: skip
         results[f"{loss_type}-{name}"] = result["gradients"], result.get("eval_loss")
+    settings = dict(beta=0.1, loss_type="grpo", per_device_train_batch_size=8 // world)
     for name, changes in SAMPLING.items():  # all that the second rank has failed
-        result = train(
-            model,
-            out / f"sampling {name}",
-            edit_one,
-            Unknown,
-            cut=1.4,
-            failed=(4, 5, 6, 7),
-            beta=0.1,
-            loss_type="grpo",
-            per_device_train_batch_size=8 // world,
-            **changes,
-        )
+        changes = dict(changes, cut=1.4, failed=(4, 5, 6, 7), **settings)
+        result = train(model, out / f"sampling {name}", edit_one, Unknown, **changes)
         log, facts = result["log"], ("rollouts/ended", "rollouts/called", "num_rollouts")
         results["facts"] = {key: result["facts"][key] for key in facts}
         results[f"sampling {name}"] = {key: log[key] for key in log if key.startswith(("sampling/", "entropy", "kl"))}

@@ -55,8 +55,7 @@ class Noted(MTGRPOEnvTrainer):
         return loss
 
 
-def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False,
-         huge=None, **changes):  # fmt: skip
+def make(model, out, dead=DEAD, prompts=12, environment=None, huge=None, **changes):
     seen = []
 
     def outcome(completions, number, rollout_turns, log_extra, log_metric, **kwargs):
@@ -66,10 +65,6 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
         log_extra("said", said)
         if len(seen) == 1:
             log_extra("first", said)
-        elif too_few:
-            log_extra("first", said[:1])
-        for each in number if one_by_one else []:
-            log_extra("each", iter([each]))
         log_metric("calls", 1.0)
         return [1e25 if n == huge else 0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
 

@@ -5,7 +5,7 @@ Each push is checked.
     python tests/sharded_worker.py train ARGUMENTS     # of mt_grpo_trainer.py
     python tests/sharded_worker.py weights ARGUMENTS   # trains, and compares what would be pushed after the last step
 
-The environment variable FAULT makes one push of `train` fail (see `fail_once`), or its reference another model.
+With FAULT="server lost" in the environment one push of `train` fails.
 
 Accelerate shards by FSDP2 on GPUs alone: with an FSDP2 configuration and `use_cpu: true` it trains by DDP, which the
 trainer refuses. Here accelerate's state is told that it shards. Everything behind that is its own code and PyTorch's,
@@ -140,32 +140,15 @@ class Failing:
         raise self.error
 
 
-def fail_once(name: str, rank: int) -> None:
+def fail_once() -> None:
     """Make the third push fail: the first ones are the check that pushes arrive, and step 1."""
-    pushes = itertools.count(1)
-    if name == "server lost" and rank == 0:
-        write = WeightTransfer._write
+    pushes, write = itertools.count(1), WeightTransfer._write
 
-        def write_or_fail(self, named_weights, *args):
-            lost = next(pushes) == 3
-            return write(
-                self, Failing(named_weights, ServerLost("lost after 5 weights")) if lost else named_weights, *args
-            )
+    def write_or_fail(self, named_weights, *args):
+        lost = ServerLost("lost after 5 weights")
+        return write(self, Failing(named_weights, lost) if next(pushes) == 3 else named_weights, *args)
 
-        WeightTransfer._write = write_or_fail
-
-
-def another_reference() -> None:
-    """Each rank's part of the reference model is half as large again, as where it was read or sharded wrongly."""
-    own_init = mt.MTGRPOEnvTrainer.__init__
-
-    def init(self, *args, **kwargs):
-        own_init(self, *args, **kwargs)
-        with torch.no_grad():
-            for parameter in self.ref_model.parameters():
-                getattr(parameter, "ds_tensor", parameter).mul_(1.5)
-
-    mt.MTGRPOEnvTrainer.__init__ = init
+    WeightTransfer._write = write_or_fail
 
 
 def main() -> None:
@@ -174,8 +157,8 @@ def main() -> None:
     WeightSync.CHECK_EVERY = 1
     what, *arguments = sys.argv[1:]
     if what == "train":
-        fault = os.environ.get("FAULT", "")
-        another_reference() if fault == "another reference" else fail_once(fault, int(os.environ["RANK"]))
+        if os.environ.get("FAULT") == "server lost" and os.environ["RANK"] == "0":
+            fail_once()
         return mt.main(arguments)
     trainer = mt.build_trainer(*mt.parse_arguments(arguments))
     trainer.add_callback(CompareWeights(trainer))

@@ -34,12 +34,8 @@ class Scripted:
         self.tokenizer = tokenizer
 
     async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        asked = "<result>" not in self.tokenizer.decode(prompt_ids)
-        text = (
-            f'<tool>{{"name": "zoom", "args": {{"corner": {index % 4}}}}}</tool>'
-            if asked
-            else f"<answer>{index}</answer>"
-        )
+        call = f'<tool>{{"name": "zoom", "args": {{"corner": {index % 4}}}}}</tool>'
+        text = f"<answer>{index}</answer>" if "<result>" in self.tokenizer.decode(prompt_ids) else call
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Generation(ids, [-0.5] * len(ids), "stop")
 
@@ -49,16 +45,19 @@ def worth(completions, **kwargs):
     return [float(sum(map(ord, str(completion))) % 11) for completion in completions]
 
 
-def make_trainer(folder, out, rows, scripted=True, **changes):
+def settings(out, **changes):
     values = {
         "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_steps": 2,
         "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
         "lr_scheduler_type": "linear", "warmup_steps": 0,
     }  # fmt: skip
-    env = MultiTurnToolEnv([zoom] if scripted else [], None)
-    args = MTGRPOConfig(**{**values, **changes})
-    trainer = MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=Rows(rows))
+    return MTGRPOConfig(**{**values, **changes})
+
+
+def make_trainer(folder, out, rows, scripted=True, env=None, **changes):
+    env = env or MultiTurnToolEnv([zoom] if scripted else [], None)
+    trainer = MTGRPOEnvTrainer(str(folder), env, [], [worth], args=settings(out, **changes), train_dataset=Rows(rows))
     if scripted:
         trainer.llm = Scripted(trainer.processing_class)
     return trainer
@@ -106,15 +105,10 @@ class Calling(MultiTurnToolEnv):
 
 def make_served_run(folder, out, port, **changes):
     """By a server; its conversations have images of rows and of the tool."""
-    values = {
-        "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_turn_tokens": 10,
-        "max_steps": 3, "max_env_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
-        "disable_tqdm": True, "seed": 3, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": port,
-        "lr_scheduler_type": "linear", "warmup_steps": 0,
-    }  # fmt: skip
     peft_config, rows = changes.pop("peft_config", None), Rows(changes.pop("rows", None) or some_rows())
-    args = MTGRPOConfig(**{**values, **changes})
+    served = dict(use_vllm=True, vllm_mode="server", vllm_server_port=port)
+    limits = dict(max_turn_tokens=10, max_steps=3, max_env_steps=3, learning_rate=1e-2)
+    args = settings(out, **{**served, **limits, **changes})
     env = Calling([zoom], None, max_steps=3, max_turn_tokens=10)
     trainer = MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=rows, peft_config=peft_config)
     trainer.weight_sync.CHECK_EVERY = 1
@@ -147,26 +141,9 @@ def run_on_ranks(out, world):
 
     passes.balance = noted
     folder = vision_model.save(out / f"model-{os.environ.get('RANK', 0)}")
-    trainer = make_trainer(
-        folder,
-        out / "run",
-        some_rows(),
-        per_device_train_batch_size=16 // world,
-        max_tokens_per_pass=320,
-        gradient_checkpointing=True,
-    )
+    settings = dict(max_tokens_per_pass=320, gradient_checkpointing=True)
+    trainer = make_trainer(folder, out / "run", some_rows(), per_device_train_batch_size=16 // world, **settings)
     gradients = gradients_of(trainer)
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
-    return {"gradients": gradients, "norms": norms, "moved": sum(moved), "kind": trainer.layout.kind}
-
-
-def run_by_server(folder, out, port, world):
-    """Steps with pushes, on each rank: what its logs say, and how far what reads images has moved."""
-    trainer = make_served_run(folder, out / "run", port, per_device_train_batch_size=8 // world)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "visual" in name}
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "sampling/sampling_logp_difference/max" in log]
-    moved = max((p - before[n]).abs().max().item() for n, p in trainer.model.named_parameters() if n in before)
-    names = "sampling/sampling_logp_difference/max", "sync/logprob_difference"
-    differences = [[log[name] for name in names] for log in logs]
-    return {"differences": differences, "moved": moved, "secret": pictures.SECRET}
+    found = {"gradients": gradients, "norms": norms, "moved": sum(moved), "kind": trainer.layout.kind}
+    return {**found, "secret": pictures.SECRET}

@@ -4,6 +4,7 @@ import re
 import threading
 
 import pytest
+from processes import on_two_threads
 from scripted import ANSWER, CHATML_TOKENIZER, END, call, ids, make_env, within
 
 from mt_grpo.generation.in_process import InProcessBackend
@@ -121,53 +122,20 @@ def test_an_error_surfaces_and_the_backend_works_again(where):
         assert len(results) == 20 and sizes == [20, 20]
 
 
-class Ranks:
-    """`any_rank` of several ranks, as threads that meet."""
-
-    def __init__(self, size: int):
-        self.flags = [False] * size
-        self.barrier = threading.Barrier(size, timeout=5)
-
-    def of(self, rank: int):
-        def any_rank(flag: bool) -> bool:
-            self.flags[rank] = flag
-            self.barrier.wait()
-            answer = any(self.flags)
-            self.barrier.wait()
-            return answer
-
-        return any_rank
-
-
-def on_two_ranks(serve):
-    """What `serve(rank)` gives on each of two ranks, which are threads."""
-
-    def both():
-        results = {}
-        threads = [threading.Thread(target=lambda r=r: results.update({r: serve(r)}), daemon=True) for r in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-    return within(both)
-
-
 @pytest.mark.parametrize("rounds", [(3, 1), (1, 4), (2, 2), (0, 2)])
 def test_every_rank_calls_in_every_round(rounds):
-    ranks, batches = Ranks(2), {0: [], 1: []}
+    batches = {0: [], 1: []}
 
-    def serve(rank):
+    def serve(rank, gather):
         def generate_batch(prompts, max_tokens):
             batches[rank].append((prompts, max_tokens))
             return [[65, END]] * len(prompts), None
 
-        backend = in_process(generate_batch, ranks.of(rank))
+        backend = in_process(generate_batch, lambda flag: any(gather(flag)))
         conversations = [ask(backend, i, rounds[rank]) for i in range(2)] if rounds[rank] else []
         return backend.serve(conversations)
 
-    results = on_two_ranks(serve)
+    results = on_two_threads(serve)
     assert [len(batches[rank]) for rank in (0, 1)] == [max(rounds)] * 2
     for rank in (0, 1):
         assert batches[rank][: rounds[rank]] == [([[0, k], [1, k]], 5) for k in range(rounds[rank])]
@@ -176,19 +144,19 @@ def test_every_rank_calls_in_every_round(rounds):
 
 
 def test_a_rank_whose_conversation_fails_goes_on_with_dummies_until_the_others_are_done():
-    ranks, counts = Ranks(2), [0, 0]
+    counts = [0, 0]
 
-    def serve(rank):
+    def serve(rank, gather):
         def generate_batch(prompts, max_tokens):
             counts[rank] += 1
             return [[END]] * len(prompts), None
 
-        backend = in_process(generate_batch, ranks.of(rank))
+        backend = in_process(generate_batch, lambda flag: any(gather(flag)))
         try:
             backend.serve([explode("boom")] if rank == 0 else [ask(backend, i, 3) for i in range(2)])
             return "done"
         except ValueError as error:
             return str(error)
 
-    assert on_two_ranks(serve) == {0: "boom", 1: "done"}
+    assert on_two_threads(serve) == ["boom", "done"]
     assert counts == [3, 3]

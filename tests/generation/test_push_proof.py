@@ -45,10 +45,9 @@ class Receiver:
     @torch.no_grad()
     def update_weights(self, named_weights, version, expected, device):
         for name, tensor in named_weights:
+            own = name.replace(".weight", ".default.weight") if "lora" in name else name
             if name != self.left_out:
-                self.model.get_parameter(name.replace(".weight", ".default.weight") if "lora" in name else name).copy_(
-                    tensor
-                )
+                self.model.get_parameter(own).copy_(tensor)
         self.held = version
         return {}
 
@@ -154,10 +153,8 @@ def test_noise_changes_every_tensor_and_comes_off_bit_for_bit():
     for name, tensor in noisy[0].items():
         assert torch.equal(tensor, noisy[1][name]) and not torch.equal(tensor.view(torch.int32), before[name]), name
     layer, other = (noisy[0][f"model.layers.{n}.input_layernorm.weight"] for n in (0, 1))
-    factors = [
-        tensor / model.get_parameter(f"model.layers.{n}.input_layernorm.weight")
-        for n, tensor in ((0, layer), (1, other))
-    ]
+    own = [model.get_parameter(f"model.layers.{n}.input_layernorm.weight") for n in (0, 1)]
+    factors = layer / own[0], other / own[1]
     assert all(0.5 < (factor - 1).std() < 0.9 for factor in factors) and not torch.allclose(*factors)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import threading
 import time
 from collections import Counter, defaultdict
@@ -14,9 +13,9 @@ import requests
 import torch
 import warm_python
 from bench.common import VLLMServer
-from fault_proxy import Fault, FaultProxy
+from fault_proxy import FaultProxy
 from server_run import (
-    CONTEXT,
+    FLAGS,
     MODEL,
     Watched,
     assert_from_the_weights_of_its_version,
@@ -25,7 +24,6 @@ from server_run import (
     needs_vllm,
     slow_calculator,
 )
-from transformers import AutoTokenizer
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError, ServerLost
@@ -37,7 +35,7 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.rollout import Generation
 from mt_grpo.run.trainer import pool_of
-from mt_grpo_trainer import MultiTurnToolEnv, VLLMServerClient
+from mt_grpo_trainer import MTGRPOConfig, VLLMServerClient
 
 
 class Stub:
@@ -125,14 +123,22 @@ def test_the_conversations_of_a_lost_server_go_on_elsewhere():
 
 @pytest.mark.contract("a server dies")
 def test_what_a_lost_server_sampled_without_proof_starts_over():
-    """Server 1 answers a first turn, and is another process when it is asked for its version."""
+    """Server 1 answers a first turn, and is another process when it is asked for its version.
+
+    A conversation whose cleanup fails as it is ended ends no run.
+    """
     pool = make_pool(2)
 
     async def converse(route, index):
         turns = [(await route.generate([1], 8, None, index)).token_ids[0]]
         pool.servers[1].version = "default"
-        while 1 in pool.joined:
-            await asyncio.sleep(0.01)
+        try:
+            while 1 in pool.joined:
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            if index == 1:
+                raise RuntimeError("its cleanup failed") from None
+            raise
         return turns + await two_turns(route, index)
 
     assert run(pool, [0, 1, 1], converse) == [[0, 0, 0], None, None]
@@ -212,80 +218,6 @@ def test_a_server_that_refuses_is_left_unless_all_refuse():
         server.error = error
     with pytest.raises(ServerError, match="400: no"):
         run(pool, [0, 1, 2], two_turns)
-
-
-@contextlib.contextmanager
-def answering(token_ids, status=200):
-    """The address of a server whose every sample has these ids, or whose answer this status. It says its version."""
-    choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-    sample = {"choices": [choice], "usage": {"prompt_tokens": 2}}
-    card = {"data": [{"id": "m", "max_model_len": 64}], "weight_version": "v"}
-
-    def rule(request):
-        status_of_path, answer = (status, sample) if request.method == "POST" else (200, card)
-        return Fault("answer", status=status_of_path, body=json.dumps(answer).encode())
-
-    with FaultProxy("http://127.0.0.1:9", rule) as proxy:
-        yield proxy.url
-
-
-def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(caplog):
-    with answering([400]) as liar, answering([7]) as well:
-        clients = [VLLMServerClient(base_url=url) for url in (liar, well)]
-        for client in clients:
-            client.vocab_size = 400
-        pool = ServerPool(clients)
-        pool.complete = True
-        try:
-            sampled = [run_async(pool.generate([1, 2], 4, None, index)).token_ids for index in range(3)]
-        finally:
-            pool.close()
-    assert sampled == [[7]] * 3 and pool.joined == [1]
-    assert f"{liar}/v1/completions: 3 invalid answers in a row" in caplog.text and well not in caplog.text
-
-
-@pytest.mark.parametrize("status, says", [(500, "gave up after .* It"), (400, "400 .* It")])
-def test_a_prompt_for_which_the_server_fails_is_named_with_its_row(status, says):
-    row = {"prompt": [{"role": "user", "content": "Hi."}], "answer": 7}
-    with answering([7], status) as url:
-        client = VLLMServerClient(base_url=url, tokenizer=AutoTokenizer.from_pretrained(MODEL), timeout=0.1)
-        env = MultiTurnToolEnv([], None)
-        (rollout,) = env.start([row["prompt"]], client, [row])
-        try:
-            with pytest.raises(ServerError, match=f'{says} was asked for the row .*"Hi.".*"answer": 7'):
-                run_async(env.converse_whole(rollout, client))
-        finally:
-            client.close()
-
-
-def test_a_conversation_that_fails_as_it_is_given_up_ends_no_run():
-    pool = make_pool(2)
-
-    async def converse(route, index):
-        await route.generate([1], 8, None, index)
-        if index == 0:
-            return await two_turns(route, index)
-        pool.servers[1].version = "default"
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            raise RuntimeError("its cleanup failed") from None
-
-    assert run(pool, [0, 1], converse) == [[0, 0], None]
-
-
-def test_an_earlier_cancel_that_was_ignored_does_not_end_a_conversation():
-    """Old versions of `async_timeout` do so: the task counts one cancel for ever."""
-    pool = make_pool(2)
-
-    async def converse(route, index):
-        asyncio.current_task().cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)
-        pool.servers[1].version, pool.servers[1].seconds = None, 60.0
-        return await two_turns(route, index)
-
-    assert run(pool, [0, 1], converse) == [[0, 0], [0, 0]]
 
 
 def test_a_batch_that_is_cancelled_at_once_leaves_no_load():
@@ -443,13 +375,8 @@ class Pushed(Settled):
 def pushing():
     """(push of a version to three servers, the pool)."""
     pool = ServerPool([Pushed(0), Pushed(1), Pushed(2)])
-    weights = SimpleNamespace(
-        model=None,
-        named_weights=lambda: iter([]),
-        noise=lambda adapter: contextlib.nullcontext(),
-        expected=set(),
-        sharded=False,
-    )
+    weights = SimpleNamespace(model=None, named_weights=lambda: iter([]), expected=set(), sharded=False)
+    weights.noise = lambda adapter: contextlib.nullcontext()
     accelerator = SimpleNamespace(device="cpu", is_main_process=True)
     sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3])
     sync._probe_logprobs = lambda ids=None: torch.tensor([-1.0, -1.0])
@@ -535,17 +462,6 @@ def test_one_stale_engine_behind_an_address_is_found(pushing):
     pool.servers[2].score = lambda ids, rank: [-1.0 - 2e-3 * (rank == 3)] * (len(ids) - 1)
     push("v-10")
     assert pool.joined == [0, 1]
-
-
-def test_the_last_joined_server_dies_at_a_push_and_another_is_back(pushing):
-    push, pool, _ = pushing
-    push("v-0")
-    for number in (1, 2):
-        pool.leave(number, "lost")
-        pool.servers[number].version = "default"
-    pool.servers[0].up = pool.servers[2].up = False
-    assert push("v-1")["sync/servers"] == 1
-    assert pool.joined == [1] and pool.servers[1].version == "v-1"
 
 
 def test_a_push_while_no_server_answers_waits_for_any(pushing):
@@ -772,30 +688,17 @@ def test_a_server_that_loads_weights_is_not_lost():
 
 
 @pytest.mark.parametrize("urls", [["http://a:1", "http://a:1/"], "http://a:1,,http://b:1", ","])
-def test_addresses_that_cannot_work(urls):
+def test_addresses_that_cannot_work(urls, tmp_path):
     """A server that is listed twice would sample while the other client's push is under way."""
+    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    args.vllm_server_base_url = urls
     with pytest.raises(ServerError, match="an empty address, or one that is listed twice"):
-        pool_of(
-            SimpleNamespace(
-                vllm_server_base_url=urls,
-                vllm_server_host="a",
-                vllm_server_port=1,
-                vllm_server_timeout=1.0,
-                vllm_request_timeout=1.0,
-                weight_sync="disk",
-                weight_sync_dir=None,
-                rollout_engine="vllm",
-                vllm_group_port=1,
-            ),
-            VLLMServerClient,
-            None,
-        )
+        pool_of(args, VLLMServerClient, None)
 
 
 @pytest.fixture(scope="module")
 def servers():
-    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
-    pair = [WarmVLLMServer(MODEL, *flags).start() for _ in range(2)]
+    pair = [WarmVLLMServer(MODEL, *FLAGS).start() for _ in range(2)]
     try:
         yield [server.wait() for server in pair]
     finally:
@@ -886,7 +789,7 @@ def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
 @pytest.mark.slow
 def test_two_engines_behind_one_address(tmp_path):
     """vLLM's own data parallelism: both engines get every push, and both are probed."""
-    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs", "--data-parallel-size", "2")
+    flags = (*FLAGS, "--data-parallel-size", "2")
     with VLLMServer(MODEL, *flags, python=warm_python.executable()) as server, FaultProxy(server.url) as proxy:
         trainer = make_trainer(proxy.port, tmp_path, max_steps=4)
         trainer.train()
@@ -896,16 +799,3 @@ def test_two_engines_behind_one_address(tmp_path):
                   if r.path == "/v1/completions" and "prompt_logprobs" in r.payload]  # fmt: skip
         assert probes == ["0", "1"] * 5  # four steps, and the first one's changed norm
         assert_from_the_weights_of_its_version(trainer)
-
-        # One engine that keeps other weights is noticed, although the other one is right.
-        def further_off(answer):
-            for entry in answer["choices"][0]["prompt_logprobs"][1:]:
-                for token in entry.values():
-                    token["logprob"] -= 0.01
-            return answer
-
-        proxy.faults = lambda r: (
-            Fault("off", change=further_off) if r.headers.get("X-data-parallel-rank") == "1" else None
-        )
-        with pytest.raises(ServerError, match="disagree"):
-            make_trainer(proxy.port, tmp_path / "again", max_steps=1).train()

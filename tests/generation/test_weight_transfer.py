@@ -1,7 +1,8 @@
 """Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
 
-import http.server
+import fcntl
 import json
+import os
 import shutil
 import threading
 import time
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from safetensors.torch import load_file
 
@@ -28,47 +30,29 @@ INFO = {"vllm_config": {"model_config": {"model": "m", "dtype": "torch.float32",
 ANSWERS = {"/v1/models": {"data": [{"id": "m"}]}, "/server_info": INFO, "/get_world_size": {"world_size": 1}}
 
 
-class Endpoints(http.server.ThreadingHTTPServer):
+class Endpoints(FaultProxy):
     """The addresses of a vLLM server that a push uses. `asked` has them in order, each with its body."""
 
     def __init__(self):
-        self.asked, self.version, self.update_ends = [], "default", threading.Event()
-        self.loads = None  # a barrier, at which `/collective_rpc` waits
-        self.update_ends.set()
-        super().__init__(("127.0.0.1", 0), Handler)
+        self.version, self.hangs, self.loads = "default", False, None  # a barrier, at which `/collective_rpc` waits
+        super().__init__("http://127.0.0.1:9", self.answer)
+
+    def answer(self, request):
+        if request.path == "/collective_rpc" and self.loads:
+            self.loads.wait(10)
+        if request.path == "/update_weight_version":
+            self.version = request.payload["new_version"]
+        answer = {"/weight_info": {"weight_version": self.version}, **ANSWERS}.get(request.path, {})
+        delay = 20 * (self.hangs and request.path == "/update_weights")
+        return Fault("answer", delay, 200, json.dumps(answer).encode())
 
     @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def asked(self):
+        return [(request.path, request.payload or {}) for request in self.requests]
 
     def paths(self):
         """What changes something."""
         return [path for path, _ in self.asked if path not in ("/health", "/server_info", "/v1/models")]
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.do_POST()
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path, server = self.path.partition("?")[0], self.server
-        body = json.loads(body) if body else {}
-        server.asked.append((path, body))
-        if path == "/update_weights":
-            server.update_ends.wait(20)
-        if path == "/collective_rpc" and server.loads:
-            server.loads.wait(10)
-        if path == "/update_weight_version":
-            server.version = body["new_version"]
-        answer = json.dumps({"/weight_info": {"weight_version": server.version}, **ANSWERS}.get(path, {})).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *args):
-        pass
 
 
 class Communicator:
@@ -120,14 +104,8 @@ def nccl(monkeypatch):
 
 @pytest.fixture
 def servers():
-    started = [Endpoints() for _ in range(3)]
-    for server in started:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield started
-    for server in started:
-        server.update_ends.set()
-        server.shutdown()
-        server.server_close()
+    with Endpoints() as one, Endpoints() as two, Endpoints() as three:
+        yield [one, two, three]
 
 
 def client_of(server, port=500, **limits):
@@ -152,7 +130,7 @@ def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
     }
     assert bodies["/init_weight_transfer_engine"]["init_info"]["master_port"] == 500
     assert nccl[0].broadcasts == [[1.0, 2.0], [[3.0]]] and servers[0].version == "v-1"
-    servers[0].asked.clear()
+    servers[0].requests.clear()
     push(client, "v-2")  # by the same group, once the server says that it did not restart
     assert servers[0].paths() == ["/pause", "/weight_info", *one_push[1:]]
     assert len(nccl) == 1 and not nccl[0].destroyed.is_set()
@@ -207,31 +185,21 @@ def test_a_group_is_closed_when_its_server_joins_again(nccl, servers):
     pool.close()
 
 
-def test_a_worker_that_is_gone_does_not_hold_the_run(nccl, servers, monkeypatch):
+@pytest.mark.parametrize(
+    "limit, is_healthy, reason", [(5.0, False, "health"), (1.0, True, "vllm_request_timeout=1 s")]
+)
+def test_a_worker_that_takes_no_weights_does_not_hold_the_run(nccl, servers, limit, is_healthy, reason):
     """Its sender waits in NCCL for ever, and so does the request that nobody answers."""
-    client = client_of(servers[0])
+    client = client_of(servers[0], request_timeout=limit)
     push(client)
-    nccl[0].stuck = True
-    servers[0].update_ends.clear()
-    monkeypatch.setattr(client, "healthy", lambda: False)
+    nccl[0].stuck = servers[0].hangs = True
+    if not is_healthy:
+        client.healthy = lambda: False
     began = time.monotonic()
-    with pytest.raises(ServerLost, match="did not take the weights: .*health"):
+    with pytest.raises(ServerLost, match=f"did not take the weights: .*{reason}"):
         push(client, "v-2")
     assert nccl[0].destroyed.is_set() and time.monotonic() - began < 4
-    servers[0].update_ends.set()
-    monkeypatch.undo()
-
-
-def test_a_push_has_a_time_limit(nccl, servers):
-    """The server is healthy, and its worker waits for weights that an error here never sends."""
-    client = client_of(servers[0], request_timeout=1.0)
-    push(client)
-    nccl[0].stuck = True
-    servers[0].update_ends.clear()
-    with pytest.raises(ServerLost, match="did not take the weights: .*more than vllm_request_timeout=1 s"):
-        push(client, "v-2")
-    assert nccl[0].destroyed.is_set()
-    servers[0].update_ends.set()
+    servers[0].hangs = False
     push(client, "v-3")
     assert len(nccl) == 2 and servers[0].version == "v-3"
 
@@ -255,6 +223,28 @@ def test_a_server_of_another_user_may_read_the_files(servers, tmp_path):
         shutil.rmtree(folder.parent)
 
 
+def test_what_others_put_beside_the_weights_is_left_alone(tmp_path):
+    """No link is followed, and no other user's folder is removed; a dead run's own folder is."""
+    open_to_all, victim = tmp_path / "open", tmp_path / "victim"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o1777)  # as /dev/shm
+    names = {"dead", "alive", "no-lock", *(["another-users"] if os.geteuid() == 0 else [])}
+    folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
+    for name, folder in {**folders, "victim": victim}.items():
+        folder.mkdir()
+        if name != "no-lock":
+            (folder / "lock").write_text("precious")
+    (link := open_to_all / "mt-grpo-weights-link").symlink_to(victim)
+    if "another-users" in names:
+        os.chown(folders["another-users"], 12345, 12345)
+    with open(folders["alive"] / "lock") as held:  # by a run that lives
+        fcntl.flock(held, fcntl.LOCK_EX)
+        own = VLLMServerClient("127.0.0.1", 9, sync_dir=str(open_to_all)).transfer._own_folder(1)
+    assert own.stat().st_mode & 0o777 == 0o700  # where everybody may write, only this user may read
+    assert set(open_to_all.iterdir()) == {own, link, *folders.values()} - {folders["dead"]}
+    assert (victim / "lock").read_text() == "precious"
+
+
 def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path, monkeypatch):
     """It is written once. The barrier lets nobody through before all of them load. No push needs the first server."""
     barrier = threading.Barrier(3)
@@ -268,8 +258,7 @@ def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path, monk
     pool.complete = True
     monkeypatch.setitem(ANSWERS, "/server_info", {})
     push_to_all(pool)
-    servers[0].shutdown()
-    servers[0].server_close()
+    servers[0].close()
     servers[1].loads = servers[2].loads = None
     push_to_all(pool)
     assert pool.joined == [1, 2]
@@ -299,7 +288,7 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     push("v-2")
     clients[1].transfer.num_adapters = 3
     for server in servers:
-        server.asked.clear()
+        server.requests.clear()
     push("v-3")
     unload = ["/v1/unload_lora_adapter"]
     assert [server.paths() for server in servers[:2]] == [
@@ -317,33 +306,11 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     assert [list(client.transfer._loaded) for client in clients] == [["v-3", "v-5", "v-6"], ["v-5", "v-6"]]
     assert sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) == ["v-3", "v-5", "v-6"]
     servers[0].version = "default"  # it restarted: nothing is loaded before a push to all that joined knows it
-    servers[0].asked.clear()
+    servers[0].requests.clear()
     with pytest.raises(ServerLost, match="restarted before the push: it no longer holds 'v-6'"):
         clients[0].update_weights(iter(WEIGHTS.items()), "v-7", SIZES, torch.device("cpu"))
     assert servers[0].paths() == ["/weight_info"]
     pool.close()
-
-
-def test_a_server_that_is_lost_as_an_adapter_is_unloaded_is_lost(servers, tmp_path, monkeypatch):
-    """The adapter may still be there: the next push unloads it again."""
-    client = VLLMServerClient(base_url=servers[0].url, sync_dir=str(tmp_path))
-    client.transfer.adapter, request, lost = LoraConfig(r=4), client.request, []
-
-    def unload_once(method, path, **kwargs):
-        if path == "/v1/unload_lora_adapter" and not lost:
-            lost.append(kwargs["json"]["lora_name"])
-            raise ServerLost("no answer")
-        return request(method, path, **kwargs)
-
-    monkeypatch.setattr(client, "request", unload_once)
-    push(client, "v-1")
-    push(client, "v-2")
-    with pytest.raises(ServerLost, match="no answer"):
-        push(client, "v-3")
-    push(client, "v-3")
-    unloaded = [body["lora_name"] for path, body in servers[0].asked if path == "/v1/unload_lora_adapter"]
-    assert lost == ["v-1"] and unloaded == ["v-3", "v-1"] and list(client.transfer._loaded) == ["v-2", "v-3"]
-    client.close()
 
 
 @pytest.mark.parametrize("shard_bytes, sizes", [(2**30, [7]), (64, [1, 2, 4])], ids=["one file", "shards"])

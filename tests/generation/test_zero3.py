@@ -17,6 +17,7 @@ import torch
 import yaml
 from bench.common import VLLMServer, free_port
 from safetensors.torch import load_file
+from server_run import FLAGS
 from test_server import SHARDED_LORA, assert_trained_from_what_the_server_held, sharded_recipe
 from test_sharded import (
     ROOT,
@@ -24,7 +25,6 @@ from test_sharded import (
     assert_goes_on_exactly,
     assert_trains_as_ddp_does,
     check_pushed,
-    check_that_another_reference_is_told,
     check_the_kl,
     launch,
     recipe,
@@ -117,11 +117,6 @@ def test_a_reference_that_zero3_shards_has_the_kl_of_a_whole_one(launch_zero3, s
     check_the_kl(functools.partial(launch_zero3, split, [WORKER, "train"]), tmp_path)
 
 
-def test_a_reference_that_zero3_shards_and_is_another_model_is_told(launch_zero3, split, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    check_that_another_reference_is_told(functools.partial(launch_zero3, split, [WORKER, "train"]), tmp_path)
-
-
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 def test_what_is_pushed_is_whole(lora, launch_zero3, split, tmp_path, monkeypatch):
     """Names, tied ones too; merged adapters; noise."""
@@ -148,8 +143,7 @@ def test_bf16_loses_no_small_steps(launch_zero3, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def port():
-    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs")
-    with VLLMServer(ROOT / "hf_recipes/tiny/calculator-model", *flags) as server:
+    with VLLMServer(ROOT / "hf_recipes/tiny/calculator-model", *FLAGS) as server:
         yield server.port
 
 

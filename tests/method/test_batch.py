@@ -134,13 +134,9 @@ def test_what_the_loss_uses_is_counted_by_token():
         "sampling_per_token_logps": torch.tensor([[0.0] * 4, [float("nan"), 0.0, 0.0, 0.0]]),
     }
     batch = Batch([{}] * 2, 1, owners=[0, 1])
-    assert credit_metrics(output, batch, Accelerator(cpu=True)) == pytest.approx(
-        {
-            "credit/frac_groups_without_signal": 1 / 2,
-            "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
-            "credit/frac_rollouts_trained": 1.0,
-        }
-    )
+    expected = {"credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6}
+    found = credit_metrics(output, batch, Accelerator(cpu=True))
+    assert found == pytest.approx(expected | {"credit/frac_rollouts_trained": 1.0})
     trained = output["completion_mask"] * output["tool_mask"] > 0
     names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
     given = *(output[name] for name in names), trained
@@ -206,15 +202,9 @@ def test_a_number_of_weight_0_is_no_score(random_model, tmp_path):
     trainer.train()
     logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
     for mode, lengths in (("", [1, 3, 5, 7]), ("eval_", [1, 3, 5, 7, 1, 3])):  # in batches of 8 and 4
-        expected = {
-            "reward": 1.25,
-            "reward_std": 0.0,
-            "frac_reward_scored": 0.5,
-            "rewards/right/mean": 1.25,
-            "rewards/right/frac_scored": 0.5,
-            "rewards/length/mean": sum(lengths) / len(lengths),
-            "rewards/length/frac_scored": 0.5,
-        }
+        scored = ("frac_reward_scored", "rewards/right/frac_scored", "rewards/length/frac_scored")
+        expected = {"reward": 1.25, "reward_std": 0.0, "rewards/right/mean": 1.25, **dict.fromkeys(scored, 0.5)}
+        expected["rewards/length/mean"] = sum(lengths) / len(lengths)
         found = {name: logged[f"{mode}{name}"] for name in expected}
         assert found == pytest.approx(expected), mode
     assert logged["credit/frac_rollouts_trained"] == 0.5
@@ -495,11 +485,9 @@ def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path, monkeyp
     trainer = build(tmp_path, "--dataset_size", "500", "--dataset_test_split", "test[:50]")
     train, test = trainer.train_dataset["question"][:], trainer.eval_dataset["question"][:]
     assert (len(train), len(test)) == (500, 50)
-    held_out = [
-        [zlib.crc32(question.removeprefix("What is ").removesuffix("?").encode()) % 10 == 0 for question in questions]
-        for questions in (train, test)
-    ]
-    assert not any(held_out[0]) and all(held_out[1])
+    for questions, is_held_out in ((train, False), (test, True)):
+        problems = [question.removeprefix("What is ").removesuffix("?") for question in questions]
+        assert {zlib.crc32(problem.encode()) % 10 == 0 for problem in problems} == {is_held_out}
 
 
 @pytest.mark.parametrize("make", [make_arithmetic, make_chain])

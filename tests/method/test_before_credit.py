@@ -1,6 +1,5 @@
 """What stands between rewards and credit, for a fork: the ideas of docs/forking.md, each in two places at most."""
 
-import asyncio
 import importlib.util
 import re
 import sys
@@ -13,7 +12,6 @@ from datasets import Dataset
 from refill_run import make
 from test_trainer import settings as of_trainer
 
-from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,32 +107,3 @@ def test_a_conversation_that_branches_trains_in_process(tmp_path):
         assert right.turn_ids[:length] == [-1] * length and right.loss_mask[:length] == [0] * length
         assert left.loss_mask[0] == 1 and sum(right.loss_mask) > 0
     assert all(row["tokens/ids_differ"] == 0 for row in trainer.state.log_history if "tokens/ids_differ" in row)
-
-
-def backend(told=None):
-    return InProcessBackend(lambda prompts, most: ([[7]] * len(prompts), None), lambda token: token == 7)
-
-
-@pytest.mark.timeout(120)
-def test_waiting_for_another_conversation_holds_up_no_batch():
-    """Two wait for what the third does; then all go on, one batch at a time."""
-    llm, sizes = backend(), []
-    run = llm._run
-    llm._run = lambda batch: sizes.append(len(batch)) or run(batch)
-
-    async def leads(done):
-        await llm.generate([1], 1, index=0)
-        done.set_result("said")
-        return (await llm.generate([1, 7], 1, index=0)).token_ids
-
-    async def follows(index, done):
-        said = await llm.aside(asyncio.shield(done))
-        return said, (await llm.generate([2], 1, index=index)).token_ids
-
-    async def shared(index, futures=[]):  # noqa: B006  the future is of the loop in which they run
-        if not futures:
-            futures.append(asyncio.get_running_loop().create_future())
-        return await (leads(futures[0]) if index == 0 else follows(index, futures[0]))
-
-    assert llm.serve([shared(i) for i in range(3)]) == [[7], ("said", [7]), ("said", [7])]
-    assert sizes[0] == 1 and sum(sizes) == 4

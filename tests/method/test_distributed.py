@@ -1,7 +1,6 @@
-"""Two gloo processes against one, and against values written by hand: the same advantages, metrics and logs."""
+"""Two gloo processes against values written by hand, and against one: the same advantages, metrics and logs."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,6 @@ import pytest
 import torch
 import warm_python
 from safetensors.torch import load_file
-
-from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests/distributed_worker.py"
@@ -25,30 +22,6 @@ def run(processes, model, out, *what):
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
     return [torch.load(out / f"{processes}-{rank}.pt", weights_only=True) for rank in range(processes)]
-
-
-@pytest.fixture(scope="module")
-def results(random_model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks")
-    return run(1, random_model, out), run(2, random_model, out)
-
-
-@pytest.mark.parametrize("group_size", [16, 4])  # 16: one group that straddles the two ranks
-@pytest.mark.parametrize("credit", CREDIT_ASSIGNMENTS)
-def test_two_ranks_equal_one(results, group_size, credit):
-    (one,), two = ([part[f"{group_size}-{credit}"] for part in parts] for parts in results)
-    together = [row for part in two for row in part["advantages"]]
-    assert len(together) == len(one["advantages"]) == 16
-    assert max(row.abs().max() for row in together) > 0.1  # there is something to compare
-    for expected, actual in zip(one["advantages"], together):
-        assert actual.shape == expected.shape
-        assert torch.allclose(actual, expected, atol=1e-6)
-    for part in two:
-        assert part["metrics"].keys() == one["metrics"].keys()
-        for name, value in one["metrics"].items():
-            assert part["metrics"][name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
-        assert math.isfinite(part["evaluation"]["eval_reward"])  # 13 prompts, 1 or 4 generations each
-    assert two[0]["evaluation"]["eval_reward"] == two[1]["evaluation"]["eval_reward"]
 
 
 @pytest.mark.contract("accelerate launch")
@@ -126,3 +99,4 @@ def test_two_ranks_have_the_gradients_of_one_with_images(random_model, tmp_path)
     for name, gradient in one["gradients"].items():
         assert (two[0]["gradients"][name] - gradient).abs().max() < 1e-5 * largest, name
     assert two[0]["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    assert two[0]["secret"] == two[1]["secret"] != one["secret"]  # each rank reads the other's texts with images

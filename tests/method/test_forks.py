@@ -94,11 +94,6 @@ OUTCOME_REWARD_FUNCS = [by_index]
 """
 
 
-def test_the_sizes_of_the_page():
-    rows = re.findall(r"^\| .* \| \[`(.*)`\]\(.*\) \| (\d+) \|$", PAGE, re.M)
-    assert len(rows) == 3 and {path: size(path) for path, _ in rows} == {path: int(lines) for path, lines in rows}
-
-
 MEET = """
 import threading
 
@@ -194,12 +189,6 @@ def test_the_format_of_the_page_trains(fork, random_model, tmp_path):
         ("assistant", "It is 3 0"),
     ]  # fmt: skip
     assert [len(rows), rows[0]["stop_reason"], steps[0]["turns/mean"]] == [8, "answered", 3.0]
-
-
-def test_the_format_of_a_fork_is_none_of_another_house(fork, random_model, tmp_path):
-    """Another house's program, which leaves calls to the chat template, refuses it by its name."""
-    with pytest.raises(ValueError, match=r"tool_format='python' does not fit"):
-        build(tmp_path, random_model, script=fork, tool_format="python", environment="openai_agent", agent="a.py:f")
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from scripted import (
 )
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.rollout import StopReason
 
@@ -72,47 +71,30 @@ MESSAGES = [{"role": "user", "content": "5?"}]
 
 
 @pytest.mark.parametrize(
-    "prompts, message",
-    [
-        ("2+3?", r"^prompts is '2\+3\?', expected"),
-        (MESSAGES, "^prompts contains {"),
-        (None, "^prompts is None, expected"),
-        ([["2+3?"]], r"^prompts contains \['2\+3\?'\], expected"),
-        ([[{"role": "user"}]], "^prompts contains .*, with role and content"),
-    ],
+    "prompts, message", [("2+3?", "is '2"), (MESSAGES, "contains {"), ([["2+3?"]], r"contains \['2")]
 )
 def test_prompts_that_are_no_list_of_conversations_are_refused(prompts, message):
-    env = make_env()
-    with pytest.raises(ValueError, match=message):
-        env.generate(prompts, Scripted([[ANSWER]] * 9))
-    with pytest.raises(ValueError, match=message):
-        env.start(prompts)
-    client = mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
-    with pytest.raises(ValueError, match=message.replace("prompts", "messages_list")):
-        client.chat(prompts)
+    env, client = make_env(), mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
+    for use, name in ((env.start, "prompts"), (client.chat, "messages_list")):
+        with pytest.raises(ValueError, match=f"^{name} {message}"):
+            use(prompts)
 
 
 def test_unknown_sampling_parameters_are_refused():
     env, backend = make_env(), Scripted([[ANSWER]])
-    client = mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
-    states = env.start(["2+3?"])
-    for key, message in (
-        ("temprature", "^sampling_params: unknown key 'temprature'. Did you mean 'temperature'?"),
-        ("xyz", "^sampling_params: unknown key 'xyz'. Known: allowed_token_ids, "),
-        ("max_tokens", "^sampling_params: 'max_tokens' is set per turn"),
+    client, states = mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER), env.start(["2+3?"])
+    for use in (
+        lambda params: env.generate(["2+3?"], backend, params),
+        lambda params: env.step(states, backend, params),
+        lambda params: run_async(client.generate([1], 4, params)),
+        lambda params: client.chat([MESSAGES], params),
     ):
-        for use in (
-            lambda params: env.generate(["2+3?"], backend, params),
-            lambda params: env.step(states, backend, params),
-            lambda params: run_async(client.generate([1], 4, params)),
+        with pytest.raises(
+            ValueError, match="^sampling_params: unknown key 'temprature'. Did you mean 'temperature'?"
         ):
-            with pytest.raises(ValueError, match=message):
-                use({"temperature": 0.5, key: 1})
-    for use in (env.generate, lambda prompts, backend, params: env.step(states, backend, params)):
-        with pytest.raises(ValueError, match="'stop' is set per turn"):
-            use(["2+3?"], backend, {"stop": ["5"]})
-    with pytest.raises(ValueError, match="unknown key 'max_token'. Did you mean 'max_tokens'?"):
-        client.chat([MESSAGES], {"max_token": 5})
+            use({"top_p": 0.5, "temprature": 1})
+    with pytest.raises(ValueError, match="'stop' is set per turn"):
+        env.generate(["2+3?"], backend, {"stop": ["5"]})
     assert backend.requests == []
 
 
@@ -124,15 +106,3 @@ def test_the_context_is_the_backends_where_the_environment_has_none():
         (rollout,) = env.generate(["2+3?"], backend)["rollouts"]
         assert [r.max_tokens for r in backend.requests] == [115, 20]
         assert rollout.stop_reason == StopReason.CONTEXT_LENGTH
-
-
-def test_an_error_of_the_backend_is_raised_and_cancels_the_rest():
-    class Broken(Scripted):
-        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-            if index == 1:
-                raise ServerError("POST http://127.0.0.1:1/v1/completions: gone")
-            return await super().generate(prompt_ids, max_tokens, sampling_params, index)
-
-    env = make_env()
-    with pytest.raises(ServerError, match="gone"):
-        within(lambda: env.generate(["a", "b"], Broken([[call("slow_echo", text="x", seconds=3600)], [ANSWER]])))

@@ -23,20 +23,6 @@ from scripted import (
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, ToolCall, ToolResult, Turn
 
 
-def queries(completions, **kwargs):
-    """A reward as TRL's example has it: -1 without a call, less for more than two."""
-    calls = [[c for turn in completion for c in turn.get("tool_calls") or []] for completion in completions]
-    return [-1.0 if not c else 0.5 - 0.25 * max(0, len(c) - 2) for c in calls]
-
-
-def structure(completions, **kwargs):
-    return [
-        0.1 * any(turn["role"] == "assistant" and turn.get("tool_calls") for turn in completion)
-        + 0.2 * any(turn["role"] == "tool" and turn["name"] == "add" for turn in completion)
-        for completion in completions
-    ]
-
-
 def test_completions_have_calls_and_results_in_trls_shape():
     """In xml as in the other formats; the log, and what the model reads, stay as they are."""
     broken, unknown = "<tool>{no</tool>", call("nothing", x=1)
@@ -58,9 +44,6 @@ def test_completions_have_calls_and_results_in_trls_shape():
     assert "tool_calls" not in wrong[0] and wrong[1]["name"] == "unknown"  # a call that cannot be read is text
     assert wrong[2]["tool_calls"][0]["function"] == {"name": "nothing", "arguments": {"x": 1}}
     assert answered == [{"role": "assistant", "content": "<answer>5</answer>"}]
-    completions = [rollout.completion for rollout in rollouts]
-    assert queries(completions) == [0.5, 0.5, -1.0]
-    assert structure(completions) == [pytest.approx(0.3), 0.1, 0.0]
 
 
 def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
@@ -86,11 +69,8 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
 def test_what_a_turn_shows_of_its_results():
     """Each call's text with the first call's error, or else the messages; None where nothing was read."""
     turn = Turn([1], None, "", "stop")
-    assert (
-        turn.observation is turn.error is turn.tool_call is None
-        and not turn.has_observation
-        and turn.tool_seconds == 0
-    )
+    assert turn.observation is turn.error is turn.tool_call is None
+    assert not turn.has_observation and turn.tool_seconds == 0
     turn.messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [1]}]
     assert (turn.observation, turn.has_observation) == ("a\n[1]", True)
     turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
@@ -207,11 +187,8 @@ def test_one_turn_without_a_call():
 def test_system_prompt_and_the_lists_of_generate():
     env = make_env([add], "Tools:\n{tool_descriptions}\nWrite {{}}.")
     backend = Scripted([[ADD, ANSWER], [ANSWER]], tokenizer=CHATML_TOKENIZER)
-    out = env.generate(
-        ["2+3?", [{"role": "system", "content": "Mine."}, {"role": "user", "content": "5?"}]],
-        backend,
-        {"temperature": 0.5},
-    )
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "5?"}]
+    out = env.generate(["2+3?", own], backend, {"temperature": 0.5})
     verify(env, out["rollouts"], backend)
     system = "Tools:\nadd(a: int, b: int) -> str\nAdds.\nWrite {}."
     assert out["prompt_ids"][0] == ids(
@@ -225,10 +202,8 @@ def test_system_prompt_and_the_lists_of_generate():
     assert out["ids"][1] == ids(ANSWER) and out["mask"][1] == [1] * 18 and out["turn_ids"][1] == [0] * 18
     assert out["logprobs"][1] == [-j / 8 for j in range(1, 19)]
     assert out["stop_reasons"] == ["answered", "answered"]
-    assert all(
-        r.params == {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]], "stop": ["</tool>", "</answer>"]}
-        for r in backend.requests
-    )
+    params = {"temperature": 0.5, "stop_token_ids": [SPECIAL["<|im_end|>"]], "stop": ["</tool>", "</answer>"]}
+    assert all(request.params == params for request in backend.requests)
 
 
 def test_the_backends_tokenizer_is_used_where_the_environment_has_none():

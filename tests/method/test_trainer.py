@@ -1,10 +1,10 @@
 """The trainer against TRL's own: equal gradients, and what TRL users expect to work (in-process backend, CPU)."""
 
 import inspect
+import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
@@ -284,23 +284,6 @@ def test_a_reference_that_is_another_model_is_told(random_model, tmp_path, caplo
     assert noise or trainer.state.log_history[0]["kl"] < 1e-6
 
 
-@pytest.mark.parametrize("changes", [
-    {"num_iterations": 2, "beta": 0.1, "max_steps": 4},  # each batch is used twice
-    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-])  # fmt: skip
-def test_a_batch_is_rolled_out_once_for_all_its_steps(random_model, tmp_path, changes):
-    """Two batches of eight. beta loads the reference and logs the divergence."""
-    trainer = make_trainer(random_model, tmp_path, **changes)
-    calls = []
-    original = trainer._roll_out
-    trainer._roll_out = lambda prompts: calls.append(len(prompts)) or original(prompts)
-    trainer.train()
-    assert calls == [8, 8] and trainer.state.global_step == changes.get("max_steps", 2)
-    kl = [row["kl"] for row in trainer.state.log_history if "kl" in row]
-    assert bool(kl) == ("beta" in changes)
-    assert not kl or (kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-7)
-
-
 def test_metrics_behind_an_evaluation_are_those_of_training(random_model, tmp_path):
     """Step 3 is evaluated, and is the last: what steps 1 to 3 trained is logged behind that."""
     rows = Dataset.from_dict({"prompt": PROMPTS[:1]})
@@ -311,75 +294,22 @@ def test_metrics_behind_an_evaluation_are_those_of_training(random_model, tmp_pa
     assert any("reward" in row and "turns/mean" in row for row in trainer.state.log_history)
 
 
-def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
-    calls = []
-
-    def counted(completion_ids, **kwargs):
-        calls.append(len(completion_ids))
-        return [0.5 if i % 2 else None for i, _ in enumerate(completion_ids)]
-
-    async def patient(rollout_turns, **kwargs):
-        return [1.0] * len(rollout_turns)
-
-    trainer = MTGRPOEnvTrainer(
-        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [counted, patient],
-        outcome_reward_weights=[2.0, 1.0], args=MTGRPOConfig(**settings(tmp_path, max_steps=1)),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-    )  # fmt: skip
-    trainer.train()
-    row = trainer.state.log_history[0]
-    assert calls == [8]
-    assert row["rewards/counted/mean"] == 0.5 and row["rewards/patient/mean"] == 1.0
-    assert "rewards/turn_reward/mean" in row
-    table = trainer.batch.rewards
-    assert table.outcome.tolist() == [1.0, 2.0] * 4  # None counts nothing, 2 x 0.5 + 1
-
-
 def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
     """For the configuration and the environment; two values are an error, and so is a format after its prompt."""
-    env = MultiTurnToolEnv([echo], max_steps=3, max_completion_length=700, tool_timeout=9.0)
-    args = MTGRPOConfig(**settings(tmp_path, max_turn_tokens=7, max_completion_length=4096))
-    share_limits(args, env)
-    assert (args.max_env_steps, args.max_completion_length, args.tool_timeout, env.max_turn_tokens) == (3, 700, 9.0, 7)
-    env = MultiTurnToolEnv([echo])
-    share_limits(MTGRPOConfig(**settings(tmp_path, max_env_steps=5)), env)
-    assert (env.max_steps, env.max_completion_length) == (5, 24)
-    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=4096))
-    share_limits(args, env := MultiTurnToolEnv([echo], max_steps=2, max_completion_length=1024))
-    assert (args.max_env_steps, args.max_completion_length, args.max_tool_response_tokens) == (2, 1024, None)
-    assert (env.max_steps, env.max_completion_length, env.result_limit) == (2, 1024, 256)
-    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=51))
-    share_limits(args, env := MultiTurnToolEnv([echo]))
-    assert env.result_limit == 50
-    for key, value, given in (
-        ("max_env_steps", 5, {"max_steps": 3}),
-        ("max_completion_length", 9, {}),
-        ("tool_format", "hermes", {}),
-    ):
-        args = MTGRPOConfig(**settings(tmp_path, **{key: value}))
+    names = "max_env_steps", "max_completion_length", "tool_timeout", "max_turn_tokens", "max_tool_response_tokens"
+    for of_args, of_env, expected in (
+        ({"max_turn_tokens": 7, "max_completion_length": 4096},
+         {"max_steps": 3, "max_completion_length": 700, "tool_timeout": 9.0}, (3, 700, 9.0, 7, None)),
+        ({"max_env_steps": 5}, {}, (5, 24, 30.0, None, None)),
+        ({"max_completion_length": 100, "max_tool_response_tokens": 51}, {}, (2, 100, 30.0, None, 51)),
+    ):  # fmt: skip
+        args = MTGRPOConfig(**settings(tmp_path, **of_args))
+        share_limits(args, env := MultiTurnToolEnv([echo], **of_env))
+        assert tuple(getattr(args, name) for name in names) == tuple(getattr(env, name) for name in names) == expected
+    assert env.result_limit == 50  # half of it at most
+    for key, value, of_env in (("max_env_steps", 5, {"max_steps": 3}), ("tool_format", "hermes", {})):
         with pytest.raises(ValueError, match=f"^{key}: {value} in the configuration"):
-            share_limits(args, MultiTurnToolEnv([echo], **{"max_completion_length": 24, **given}))
-
-
-def test_rows_with_questions_and_lists_of_rows_train(random_model, tmp_path):
-    """They become the prompts of a recipe's rows; other columns and an evaluation's rows too."""
-    rows = [{"question": text, "answer": "4"} for text in ("one", "two?", "three...")]
-    trainer = MTGRPOEnvTrainer(
-        random_model,
-        MultiTurnToolEnv([echo], system_prompt=None),
-        [turn_reward],
-        [length_reward],
-        args=MTGRPOConfig(**settings(tmp_path, max_steps=1)),
-        train_dataset=rows,
-        eval_dataset={"of a table": Dataset.from_list(rows)},
-    )
-    trainer.train()
-    assert trainer.state.global_step == 1 and trainer.batch.rows[0]["answer"] == "4"
-    assert trainer.eval_dataset["of a table"][1]["prompt"] == [{"role": "user", "content": "two?"}]
-    with pytest.raises(ValueError, match="train_dataset.*row 1.*question"):
-        MTGRPOEnvTrainer(
-            random_model, trainer.env, [turn_reward], train_dataset=[rows[0], {"text": "no prompt"}], args=trainer.args
-        )
+            share_limits(MTGRPOConfig(**settings(tmp_path, **{key: value})), MultiTurnToolEnv([echo], **of_env))
 
 
 @pytest.mark.parametrize("is_package", [False, True])
@@ -507,10 +437,27 @@ def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, mo
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+def weights_of(trainer):
+    return PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+
+
+def with_b_not_zero(trainer):
+    """A trainer whose adapter adds something; and its weights as they are."""
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return trainer, {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+
+def assert_untouched(trainer, before):
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+
 def test_weights_of_a_whole_model_are_its_own_parameters(random_model, tmp_path):
     """No copies of them. A tied one comes under both names."""
     trainer = make_trainer(random_model, tmp_path)
-    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    weights = weights_of(trainer)
     sent, own = dict(weights.named_weights()), {id(p) for p in trainer.model.parameters()}
     assert {id(tensor) for tensor in sent.values()} == own
     assert sent["lm_head.weight"] is sent["model.embed_tokens.weight"]
@@ -520,12 +467,9 @@ def test_weights_of_a_whole_model_are_its_own_parameters(random_model, tmp_path)
 @pytest.mark.contract("LoRA merged")
 def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_path):
     """Merged layer by layer: what is sent is W + BA, and the base weights are bit for bit what they were."""
-    trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    trainer, before = with_b_not_zero(make_trainer(random_model, tmp_path, peft_config=lora))
+    weights = weights_of(trainer)
     sent = {name: tensor.clone() for name, tensor in weights.named_weights()}
     base = trainer.model.get_base_model()
     layer = base.model.layers[0].self_attn.q_proj
@@ -537,8 +481,7 @@ def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_p
     for _ in range(3):
         next(iterator)
     iterator.close()  # a push that fails half-way
-    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
-    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+    assert_untouched(trainer, before)
 
 
 def test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with(random_model, tmp_path):
@@ -555,12 +498,8 @@ def test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with(rando
     AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path / "experts")
     both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=both)
-    trainer = make_trainer(str(tmp_path / "experts"), tmp_path, peft_config=lora)
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    trainer, before = with_b_not_zero(make_trainer(str(tmp_path / "experts"), tmp_path, peft_config=lora))
+    weights = weights_of(trainer)
     sent = {name: tensor.clone() for name, tensor in weights.named_weights()}
     assert {n: t.nbytes for n, t in sent.items()} == weights.expected
     own = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "experts").eval()
@@ -569,14 +508,13 @@ def test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with(rando
     assert own.load_state_dict(sent, strict=True)
     policy = trainer.model.eval()(ids).logits
     assert torch.allclose(own(ids).logits, policy, atol=1e-5) and (policy - untrained).abs().max() > 0.01
-    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
-    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+    assert_untouched(trainer, before)
 
 
 def test_fsdp_1_is_refused(random_model, tmp_path):
     """Its shards are no single parameters; it is what accelerate takes where `fsdp_version` is missing."""
     trainer = make_trainer(random_model, tmp_path)
-    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    weights = weights_of(trainer)
     weights._dist.fsdp_version = 1
     with pytest.raises(ValueError, match="Set fsdp_version: 2"):
         weights._init_vllm()
@@ -645,23 +583,11 @@ def test_a_keyword_that_shared_rows_do_not_read_ends_a_run(random_model, tmp_pat
 
 def test_two_runs_do_not_write_into_one_directory(tmp_path):
     """The second is told who is there; what ended holds nothing."""
-    holder = (
-        "import sys\n"
-        "from mt_grpo.base.files import output_lock\n"
-        "with output_lock(sys.argv[1]):\n"
-        "    print('held', flush=True)\n"
-        "    input()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], cwd=ROOT, text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    assert process.stdout.readline() == "held\n"
-    with pytest.raises(ValueError, match=f"in use by another run .process {process.pid}"):
+    for _ in range(2):
         with output_lock(str(tmp_path)):
-            pass
-    process.kill()
-    process.wait()
-    with output_lock(str(tmp_path)):
-        pass
+            with pytest.raises(ValueError, match=f"in use by another run .process {os.getpid()}"):
+                with output_lock(str(tmp_path)):
+                    pass
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -686,7 +612,6 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
 @pytest.mark.parametrize(
     "lora, touched",
     [
-        ({"target_modules": ["q_proj"]}, None),
         ({"target_modules": "all-linear"}, None),
         ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, None),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "head"),
@@ -713,7 +638,7 @@ def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_ali
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     pushed = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
     before = pushed(ids := torch.tensor([[5, 6, 7, 8]])).logits
-    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    weights = weights_of(trainer)
     pushed.load_state_dict(dict(weights.named_weights()))
     assert (trainer.model.eval()(ids).logits - pushed(ids).logits).abs().max() < 1e-5
     assert (before - pushed(ids).logits).abs().max() > 1e-3
@@ -736,7 +661,7 @@ def test_tokens_that_a_push_would_leave_out_are_rejected(random_model, tmp_path)
     config.ensure_weight_tying = True
     trainer = make_trainer(random_model, tmp_path, peft_config=config)
     with pytest.raises(ValueError, match="trainable_token_indices are not pushed"):
-        PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+        weights_of(trainer)
 
 
 OF_THE_MODEL = {  # values of a model's generation_config.json, each of which changes what is sampled

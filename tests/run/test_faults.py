@@ -1,7 +1,6 @@
 """What goes wrong in a long run: servers that die or answer nonsense, full disks, slow or dead ranks, signals."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import wait
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,11 +20,12 @@ import warm_python
 from bench.common import VLLMServer
 from fault_proxy import Fault, FaultProxy, first
 from killed_worker import killed_and_resumed
+from processes import on_two_ranks
 from server_run import (
     CONTEXT,
+    FLAGS,
     MODEL,
     ROOT,
-    Watched,
     assert_from_the_weights_of_its_version,
     assert_whole,
     calculator,
@@ -38,7 +37,6 @@ from server_run import (
     paused,
     prompts_of,
     replace_server,
-    slow_calculator,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -300,8 +298,6 @@ def test_keys_of_old_weights_do_not_outlive_a_push(proxy, client, tmp_path, kept
 
 STOPPING = """
 import os
-import signal
-import threading
 import time
 
 
@@ -317,15 +313,10 @@ def calculator(expression: str) -> str:
     return str(int(left) * int(right))
 
 
-def length_reward(completion_ids, trainer_state, **kwargs):
-    CALLS.append(1)
-    if os.environ.get("SIGNAL_AT_CALL") == str(len(CALLS)):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+def length_reward(completion_ids, **kwargs):
     return [(sum(ids) % 17) / 17 for ids in completion_ids]
 
 
-CALLS = []
 TOOL_FUNCTIONS = [calculator]
 OUTCOME_REWARD_FUNCS = [length_reward]
 """
@@ -548,36 +539,6 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
     assert kinds["first"] > 0 and kinds["later"] > 0
 
 
-@pytest.mark.slow
-@needs_vllm
-def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path):
-    """Stopped after three batches and resumed without `admit`, it trains every prompt of the epoch once."""
-
-    class Stopped(Watched):
-        def training_step(self, *args, **kwargs):
-            if len(self.batches) == self.state.global_step == 3:
-                self._stop_signal = signal.SIGTERM
-                self._stop_if_asked()
-            return super().training_step(*args, **kwargs)
-
-    def make(**changes):
-        tool = slow_calculator(lambda text: 4.0 * (int(text.partition("*")[0]) in range(11, 31, 4)))
-        values = dict(max_staleness=2, late_groups="admit", prompts=16, max_steps=8)
-        return make_trainer(server.port, tmp_path, tool, **{**values, **changes})
-
-    stopped = make(trainer_class=Stopped)
-    with stopped.stop_on_signals(), pytest.raises(RunStopped):
-        stopped.train()
-    whole, checkpoint = prompts_of(stopped), tmp_path / "checkpoint-3"
-    assert str(checkpoint) in stopped.save_where_it_stopped()
-    state = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
-    assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6 > 0
-    resumed = make(late_groups="wait", max_staleness=0)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 16
-
-
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["rollouts", "save"])
@@ -595,50 +556,6 @@ def test_a_kill_costs_no_prompt_of_any_epoch(server, tmp_path, ahead, place):
         trained = [prompt for step in range(epoch, epoch + 4) for prompt in prompts[step]]
         assert len(trained) == len(set(trained)) == 8
     assert ahead or max(row["sampling/sampling_logp_difference/mean"] for row in log) < 1e-4
-
-
-@needs_vllm
-def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_path):
-    """No link is followed, and no other user's folder is removed; a dead run's own folder is."""
-    open_to_all, own, victim = tmp_path / "open", tmp_path / "own", tmp_path / "victim"
-    for folder in (open_to_all, own, victim):
-        folder.mkdir()
-    open_to_all.chmod(0o1777)  # as /dev/shm
-    names = ("dead", "alive", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
-    folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
-    for name, folder in folders.items():
-        folder.mkdir()
-        if name != "no-lock":
-            (folder / "lock").touch()
-    held = open(folders["alive"] / "lock")  # by a run that lives
-    fcntl.flock(held, fcntl.LOCK_EX)
-    (victim / "lock").write_text("precious")
-    (open_to_all / "mt-grpo-weights-link").symlink_to(victim)
-    if "another-users" in folders:
-        os.chown(folders["another-users"], 12345, 12345)
-    modes = []
-
-    def rule(request):
-        if request.path == "/collective_rpc":
-            modes.append(oct(Path(request.payload["kwargs"]["weights_path"]).parent.stat().st_mode & 0o777))
-
-    proxy.faults = rule
-    weights = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
-
-    def push():
-        for folder in (open_to_all, own):
-            client.transfer.sync_dir = str(folder)
-            client.update_weights(iter(weights.items()), f"v-{folder.name}")
-            client.close()
-
-    pushing = threading.Thread(target=push, daemon=True)
-    pushing.start()
-    pushing.join(60)
-    held.close()
-    assert modes == ["0o700", "0o755"]  # where everybody may write, only this user may read
-    left = {path.name.removeprefix("mt-grpo-weights-") for path in open_to_all.iterdir()}
-    assert left == {*names, "link"} - {"dead"} and not list(own.iterdir())
-    assert (victim / "lock").read_text() == "precious"
 
 
 # Stopping
@@ -679,37 +596,6 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
     resumed = history(tmp_path)
     assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
     for key in ("reward", "loss"):
-        assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call, arguments", [
-    (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
-    (6, ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split", "test[:2]",
-                     "--per_device_eval_batch_size", "8"]),
-    (3, ["--dataset_size", "2", "--save_only_model", "true"]),
-], ids=["second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip
-def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):
-    """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
-
-    def run(name, *more):
-        (tmp_path / name).mkdir(exist_ok=True)
-        main(recipe_arguments("calculator.yaml", tmp_path / name, *arguments, *more))
-        return history(tmp_path / name)
-
-    whole = run("whole")
-    stale = tmp_path / "parts/out/checkpoint-2/trainer_state.json"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("another run's")
-    monkeypatch.setenv("SIGNAL_AT_CALL", str(call))
-    with pytest.raises(SystemExit) as stopped:
-        run("parts")
-    assert stopped.value.code == 128 + signal.SIGTERM
-    assert json.loads(stale.read_text())["global_step"] == 2
-    monkeypatch.delenv("SIGNAL_AT_CALL")
-    resumed = run("parts", "--resume_from_checkpoint", "last")
-    assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
-    for key in ("reward", "loss", "num_tokens"):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
@@ -759,18 +645,12 @@ def note(self, inputs, *args):
 
 m.MTGRPOEnvTrainer._start_rollouts, m.MTGRPOEnvTrainer._calculate_rewards = start_rollouts, note
 m.main()
-"""
+"""  # notes the rows, indices and versions of each batch
 
 
-def on_two_ranks(folder, *arguments, **env):
-    """(exit code, output) of a run on two ranks, which note the rows, indices and versions of each batch."""
+def worker(folder):
     (folder / "worker.py").write_text(TWO_RANKS)
-    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
-               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(folder / "worker.py"), *arguments]  # fmt: skip
-    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "NOTES": str(folder / "notes"), **env}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
-    return result.returncode, result.stdout + result.stderr
+    return folder / "worker.py"
 
 
 @needs_vllm
@@ -778,7 +658,9 @@ def test_what_happens_to_one_rank_ends_both(server, tmp_path):
     """A slow rank is waited for; one that cannot go on stops both, saved."""
     arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
                                  "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path)  # fmt: skip
-    code, said = on_two_ranks(tmp_path, *arguments, DEAD_PORT="1", SLOW_RANK="1.0")
+    code, said = on_two_ranks(
+        worker(tmp_path), *arguments, NOTES=str(tmp_path / "notes"), DEAD_PORT="1", SLOW_RANK="1.0"
+    )
     saved = tmp_path / "out/checkpoint-2"
     assert code != 0 and saved.is_dir(), said[-3000:]
     message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"
@@ -829,7 +711,7 @@ def test_two_ranks_take_the_same_groups(server, tmp_path, late_groups, num_steps
         "4", "--max_staleness", "2", "--late_groups", late_groups, "--credit_assignment", "gigpo", "--save_strategy",
         "no", *slow,
     )  # fmt: skip
-    code, said = on_two_ranks(tmp_path, *arguments, SLOW_RANK="0.7")
+    code, said = on_two_ranks(worker(tmp_path), *arguments, NOTES=str(tmp_path / "notes"), SLOW_RANK="0.7")
     assert code == 0, said[-3000:]
     ranks = [[json.loads(line) for line in (tmp_path / f"notes{rank}").read_text().splitlines()] for rank in (0, 1)]
     asked, versions = [], []
@@ -857,8 +739,7 @@ def test_each_worker_of_a_server_gets_its_part_of_a_push(tmp_path, monkeypatch):
     """Tensor parallelism, as `VLLM_TP=2` starts it. On a CPU the workers are two processes."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    flags = ("--max-model-len", "640", "--logprobs-mode", "processed_logprobs", "--tensor-parallel-size", "2")
-    with VLLMServer(MODEL, *flags, timeout=300.0) as server:
+    with VLLMServer(MODEL, *FLAGS, "--tensor-parallel-size", "2", timeout=300.0) as server:
         trainer = make_trainer(server.port, tmp_path)
         trainer.train()
     rows = [row for row in trainer.state.log_history if "reward" in row]

@@ -112,6 +112,24 @@ def test_what_a_checkpoint_holds():
     assert flight.state is None  # `Trainer` knows the place in the data
 
 
+def test_a_checkpoint_of_batches_of_another_size_is_refused():
+    """Its prompts that were trained are not those that this run would leave out."""
+    flight = Trainer(late_groups="admit").in_flight
+    flight.begin({"epoch": 0, "place": 6, "prompts": [4, 5], "endless": False})
+    flight.trainer._step = 4
+    with pytest.raises(RunError, match="of epoch 0, 4 prompts trained, got epoch 0, 8 prompts"):
+        flight.rows_of_step(rows(8, 9))
+
+
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(late_groups):
+    """The run asks for the prompts of the sampler, and would train them instead of those that it is given."""
+    trainer = Trainer(late_groups=late_groups)
+    with pytest.raises(RunError, match="The batch has other prompts than the trainer's own sampler returns"):
+        trainer.in_flight.rows_of_step(rows(1, 0))
+    assert not trainer.started
+
+
 @pytest.mark.parametrize("endless", [False, True])
 def test_an_epoch_that_is_given_up_leaves_nothing(endless):
     """Passes through the data go on. The next epoch begins with a batch of its own; not a run inside one."""

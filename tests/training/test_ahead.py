@@ -1,6 +1,5 @@
 """`max_staleness` and `late_groups` with several passes, epochs, stops, evaluations and ranks."""
 
-import asyncio
 import json
 import os
 import signal
@@ -17,11 +16,9 @@ from server_run import (
     make_trainer,
     needs_vllm,
 )
-from transformers import TrainerCallback
 
-from mt_grpo.base.errors import RunError, RunStopped
+from mt_grpo.base.errors import RunStopped
 from mt_grpo.generation.samples import versions_of
-from mt_grpo_trainer import MultiTurnToolEnv
 
 
 class Noted(Watched):
@@ -64,51 +61,6 @@ def run_to_its_stop(trainer, checkpoint=None):
     return said.rpartition(" ")[2]
 
 
-@pytest.mark.slow
-@needs_vllm
-def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):
-    """`admit`, two passes to a batch, two epochs of four batches: each prompt of an epoch is trained in two passes.
-
-    Two stops are between the passes of a batch. A kill is in between, behind a checkpoint of `save_steps`.
-    """
-
-    def make(late=slice(0), is_over=None, **changes):
-        """Conversations of the prompts `asked[late]` go on when `is_over`, whatever the policy says in them."""
-
-        class Held(MultiTurnToolEnv):
-            async def take_turn(self, rollout, llm, sampling_params=None):
-                while rollout.row["prompt"][-1]["content"] in trainer.asked[late] and not is_over(trainer):
-                    await asyncio.sleep(0.02)
-                await super().take_turn(rollout, llm, sampling_params)
-
-        values = dict(max_steps=16, max_staleness=2, late_groups="admit", num_iterations=2, prompts=8,
-                      save_strategy="steps", save_steps=2)  # fmt: skip
-        trainer = make_trainer(server.port, tmp_path, trainer_class=Noted, env_class=Held, **{**values, **changes})
-        return trainer
-
-    first = make(slice(0, 4, 3), lambda trainer: trainer.state.global_step >= 3)
-    # A group of the batch that is trained further ends behind those that are not.
-    second = make(slice(1), lambda trainer: trainer.state.global_step > 3 or
-                  sum(group.over() for group in list(trainer.in_flight.groups)) >= 4)  # fmt: skip
-    third, last = make(slice(2, 6, 3), lambda trainer: trainer.state.global_step >= 11), make()
-    first.signal_at, second.killed_at, third.signal_at = 3, 7, 11
-    checkpoint = run_to_its_stop(first)
-    with pytest.raises(KeyboardInterrupt):
-        second.train(checkpoint)
-    checkpoint = run_to_its_stop(third, str(tmp_path / "checkpoint-6"))
-    with pytest.raises(RunError, match="of epoch 1, 2 prompts trained, got epoch [12], "):
-        make(num_iterations=1).train(checkpoint)
-    last.train(checkpoint)
-    trained = first.trained | second.trained | third.trained | last.trained
-    assert list(trained) == list(range(16))
-    for epoch in (0, 8):
-        passes = Counter(prompt for step in range(epoch, epoch + 8) for prompt in trained[step])
-        assert len(passes) == 8 and set(passes.values()) == {2}
-    assert not last.in_flight.groups and len(last.batches) == 3  # the rest of the second batch, and the last two
-    state = in_flight_of(checkpoint)
-    assert state["epoch"] == 1 and len(state["prompts"]) == state["place"] - 2
-
-
 @needs_vllm
 def test_admission_refills_from_what_is_in_flight(server, tmp_path):
     """Groups without signal give way to complete ones. A stop costs no prompt, and none is asked for twice."""
@@ -128,10 +80,8 @@ def test_admission_refills_from_what_is_in_flight(server, tmp_path):
     state = in_flight_of(checkpoint)
     begun = [first.train_dataset[k]["prompt"][-1]["content"] for k in state["prompts"]]
     second.train(checkpoint)
-    asked, order = (
-        first.asked + second.asked[len(begun) :],
-        [row["prompt"][-1]["content"] for row in first.train_dataset],
-    )
+    asked = first.asked + second.asked[len(begun) :]
+    order = [row["prompt"][-1]["content"] for row in first.train_dataset]
     assert second.asked[: len(begun)] == begun and asked == (order * 9)[: len(asked)]
     trained = [prompt for step in range(5) for prompt in (first.trained | second.trained)[step]]
     assert len(trained) == 10 and not dead & set(trained)
@@ -179,21 +129,6 @@ def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit
 
 
 @needs_vllm
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
-def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_path, late_groups):
-    """The run asks for the prompts of the sampler, and would train them instead of those that it is given."""
-
-    class Reordered(Watched):
-        def _generate_and_score_completions(self, inputs):
-            return super()._generate_and_score_completions(inputs[::-1])
-
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_staleness=1, late_groups=late_groups)
-    with pytest.raises(RunError, match="step 0: rank 0: .*The batch has other prompts than the trainer's own sampl"):
-        trainer.train()
-    assert not trainer.set_off
-
-
-@needs_vllm
 @pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
 def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):
     """It is sampled from the current weights. What is in flight is trained later, and is asked for once."""
@@ -223,27 +158,8 @@ def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):
 
 
 @needs_vllm
-@pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
-def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path, late_groups):
-    """What was begun of it is given up, and the next epoch is trained as a whole. Each has four batches."""
-
-    class EndsFirstEpoch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_epoch_stop = state.global_step == 2
-
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Noted, max_steps=-1, num_train_epochs=2, prompts=8,
-                           max_staleness=2, late_groups=late_groups)  # fmt: skip
-    trainer.add_callback(EndsFirstEpoch())
-    trainer.train()
-    assert list(trainer.trained) == list(range(6)) and not trainer.in_flight.groups
-    first = [prompt for step in (0, 1) for prompt in trainer.trained[step]]
-    assert len(set(first)) == 4 and len(trainer.asked) > 12  # of those, some were given up
-    assert len({prompt for step in range(2, 6) for prompt in trainer.trained[step]}) == 8
-
-
-@needs_vllm
 def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):
-    """SIGTERM while a step waits for groups: the run ends at once, saved; a resumed one trains what was in flight."""
+    """SIGTERM while a step waits for groups: the run ends at once, saved; one without `admit` trains the rest."""
     over, begun = threading.Event(), threading.Event()
 
     class Signalled(Noted):
@@ -266,16 +182,16 @@ def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):
     def is_held(trainer, rollout, number):
         return first_number(rollout) in (11, 14, 17) and not over.is_set()
 
-    def make(**kwargs):
-        return make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=4, max_staleness=3,
-                            late_groups="admit", prompts=8, **kwargs)  # fmt: skip
+    def make(**changes):
+        values = dict(env_class=holding(is_held), max_steps=4, max_staleness=3, late_groups="admit", prompts=8)
+        return make_trainer(server.port, tmp_path, **{**values, **changes})
 
     stopped = make(trainer_class=Signalled)
     checkpoint = run_to_its_stop(stopped)
     assert not over.is_set() and checkpoint == str(tmp_path / "checkpoint-2")
     over.set()
     assert len(in_flight_of(checkpoint)["prompts"]) == 4
-    resumed = make(trainer_class=Noted)
+    resumed = make(trainer_class=Noted, max_staleness=0, late_groups="wait")
     resumed.train(checkpoint)
     trained = [prompt for step, batch in (stopped.trained | resumed.trained).items() for prompt in batch]
     assert sorted(trained) == sorted(stopped.asked) and len(set(trained)) == 8

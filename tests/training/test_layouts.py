@@ -8,13 +8,12 @@ import random_batches as batches
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from test_trainer import PROMPTS, length_reward, make_trainer
+from test_trainer import PROMPTS, make_trainer
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import RunError
 from mt_grpo.training import layouts, shared_prompts
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+from mt_grpo_trainer import MTGRPOEnvTrainer
 
 
 def test_a_shared_row_that_is_not_a_number_is_refused(random_model, tmp_path, monkeypatch):
@@ -113,7 +112,7 @@ def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_model_that_reads_over_the_layout_or_fails_with_it_trains_rows_of_its_own(
+def test_a_model_that_ignores_the_layout_or_fails_with_it_trains_rows_of_its_own(
     random_model, tmp_path, caplog, fails
 ):
     """Its code drops the arguments that it does not know, which no configuration says."""
@@ -152,29 +151,18 @@ def mixing_model(path, share, dtype=torch.float32):
     return model
 
 
-@pytest.mark.parametrize(
-    "rows_per_device, share, settings, dtype",
-    [
-        *[(rows, 0.5, {}, torch.float32) for rows in (8, 4, 2, 1)],
-        (2, 0.5, {"bf16": True}, torch.float32),
-        (1, 4.0, {}, torch.bfloat16),
-        (8, 0.0, {}, torch.float32),
-        (1, 0.0, {"bf16": True}, torch.float32),
-        *[(rows, 0.0, {}, torch.bfloat16) for rows in (4, 1)],
-    ],
-)
+@pytest.mark.parametrize("rows_per_device, share, settings, dtype", [
+    *[(rows, 0.5, {}, torch.float32) for rows in (8, 4, 2, 1)], (2, 0.5, {"bf16": True}, torch.float32),
+    (1, 4.0, {}, torch.bfloat16), (8, 0.0, {}, torch.float32), (1, 0.0, {"bf16": True}, torch.float32),
+    *[(rows, 0.0, {}, torch.bfloat16) for rows in (4, 1)],
+])  # fmt: skip
 def test_a_model_that_mixes_neighbouring_tokens_is_found_in_any_micro_batch(
     random_model, tmp_path, rows_per_device, share, settings, dtype
 ):
     """Rows of one prompt lie in several micro-batches. The first of them alone may have one row: itself."""
-    trainer = make_trainer(
-        mixing_model(random_model, share, dtype),
-        tmp_path,
-        max_steps=1,
-        per_device_train_batch_size=rows_per_device,
-        gradient_accumulation_steps=8 // rows_per_device,
-        **settings,
-    )
+    settings = dict(settings, max_steps=1, gradient_accumulation_steps=8 // rows_per_device)
+    model = mixing_model(random_model, share, dtype)
+    trainer = make_trainer(model, tmp_path, per_device_train_batch_size=rows_per_device, **settings)
     trainer.train()
     assert trainer.layout.kind == ("padded" if share else "shared")
 
@@ -239,33 +227,12 @@ def test_masks_are_forgotten(random_model, tmp_path):
     assert len(made) > 6 and len(held) <= 1  # of the last pass
 
 
-def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_path):
-    trainer = make_trainer(random_model, tmp_path, max_tokens_per_pass=400)
-    own = trainer.model.base_model.forward
-
-    def forward(*args, **kwargs):
-        if torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
-        return own(*args, **kwargs)
-
-    trainer.model.base_model.forward = forward
-    with pytest.raises(RunError, match="does not fit .* max_tokens_per_pass"):
-        trainer.train()
-    assert 0 < trainer.layout.begun.num_tokens <= 400
-
-
 def test_an_evaluation_is_read_in_passes_too(random_model, tmp_path):
     """Its loss is that of TRL's rows."""
-    losses = []
+    rows, losses = Dataset.from_dict({"prompt": PROMPTS[:2]}), []
     for share in (True, False):
-        trainer = MTGRPOEnvTrainer(
-            random_model, MultiTurnToolEnv([], system_prompt=None), [], [length_reward],
-            args=MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-                              per_device_train_batch_size=8, per_device_eval_batch_size=8, num_generations=4, seed=3,
-                              max_completion_length=24, share_prompts=share, loss_type="grpo", disable_tqdm=True),
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}),
-        )  # fmt: skip
+        settings = dict(per_device_eval_batch_size=8, share_prompts=share, loss_type="grpo", seed=3)
+        trainer = make_trainer(random_model, tmp_path, eval_dataset=rows, **settings)
         torch.manual_seed(5)
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and abs(losses[0]) > 1e-8

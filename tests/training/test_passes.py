@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +11,8 @@ import records_batch
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
+from processes import on_two_threads
+from records_batch import distance
 from test_distributed import run as run_worker
 
 from mt_grpo.training import passes
@@ -37,6 +38,7 @@ from mt_grpo.training.passes import (
 CLOSE = 1e-5  # of a gradient's largest entry, in float32
 
 OF_SEQUENCES = dict(credit_assignment="outcome")  # what reads the sign of a sequence's advantage
+ONE_MICRO_BATCH = dict(gradient_accumulation_steps=1, per_device_train_batch_size=8)
 SETTINGS = [
     *[dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo")],
     dict(loss_type="cispo", epsilon_high=5.0),
@@ -57,25 +59,13 @@ SETTINGS = [
     dict(loss_type="grpo", gradient_accumulation_steps=4, steps_per_generation=2),  # two batches per step
     dict(loss_type="grpo", gradient_accumulation_steps=3, steps_per_generation=2, vllm="token"),
     dict(loss_type="dapo", gradient_checkpointing=True),
-    dict(loss_type="grpo", gradient_accumulation_steps=1, vllm="token", beta=0.1, per_device_train_batch_size=8),
-    dict(
-        loss_type="dapo",
-        gradient_accumulation_steps=1,
-        importance_sampling_level="sequence",
-        vllm="sequence",
-        per_device_train_batch_size=8,
-    ),
+    dict(loss_type="grpo", vllm="token", beta=0.1, **ONE_MICRO_BATCH),
+    dict(loss_type="dapo", importance_sampling_level="sequence", vllm="sequence", **ONE_MICRO_BATCH),
     dict(loss_type="dapo", further=True, beta=0.1),
     dict(loss_type="grpo", further=True, vllm="token"),
     dict(loss_type="sapo", further=True, gradient_accumulation_steps=1, seed=1),
     dict(loss_type="bnpo", further=True),
 ]
-
-
-def distance(one, other):
-    """The largest difference, as a share of the largest entry, over all steps."""
-    assert one.shape == other.shape and one.abs().amax(1).min() > 1e-6
-    return ((one - other).abs().amax(1) / one.abs().amax(1)).max().item()
 
 
 def metrics(log):
@@ -145,16 +135,10 @@ def test_the_losss_own_pass_says_what_a_pass_before_it_said(random_model, tmp_pa
         assert ours["log"][name] == pytest.approx(theirs["log"][name], abs=1e-4), name
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(log_rollout_tokens=True, **records_batch.LAYOUTS["accumulated"]),
-        dict(num_iterations=2, max_steps=2),
-        records_batch.LAYOUTS["two steps"],
-        dict(share_prompts=False),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("settings", [
+    dict(log_rollout_tokens=True, **records_batch.LAYOUTS["accumulated"]), dict(num_iterations=2, max_steps=2),
+    records_batch.LAYOUTS["two steps"], dict(share_prompts=False),
+], ids=" ".join)  # fmt: skip
 def test_the_pass_before_the_step_stays_with(random_model, tmp_path, settings):
     assert records_batch.train(random_model, tmp_path, ratios=records_batch.Near, **settings)["passes"] == 1
 
@@ -216,16 +200,10 @@ def test_a_shared_pass_has_each_prompt_once():
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    "loss_type, scales",
-    [
-        ("dapo", [1, 1, 1]),
-        ("grpo", [1, 1, 1]),
-        ("dr_grpo", [1 / 2] * 3),  # a mean over the two rollouts
-        ("luspo", [1 / 2] * 3),
-        ("bnpo", [3 / 6, 2 / 6, 1 / 6]),  # of the tokens
-    ],
-)
+@pytest.mark.parametrize("loss_type, scales", [
+    ("dapo", [1, 1, 1]), ("grpo", [1, 1, 1]), ("dr_grpo", [1 / 2] * 3), ("luspo", [1 / 2] * 3),  # over two rollouts
+    ("bnpo", [3 / 6, 2 / 6, 1 / 6]),  # of the tokens
+])  # fmt: skip
 def test_a_loss_is_divided_as_without_passes(loss_type, scales, training):
     """An evaluation has one micro-batch, however many steps a batch of training has, and here one pass."""
     passes, weighs = passes_of(loss_type, training), loss_type == "grpo"
@@ -377,27 +355,15 @@ def test_ranks_exchange_gradients_once(monkeypatch, is_deepspeed, each_batch, la
 
 def on_two_ranks(monkeypatch, function):
     """What `function(rank, accelerator)` gives on each of two ranks, which are threads."""
-    barrier, slots, this_thread = threading.Barrier(2, timeout=20), [None, None], threading.local()
+    this_thread = threading.local()
 
-    def gather(value):
-        slots[this_thread.rank] = value
-        barrier.wait()
-        values = list(slots)
-        barrier.wait()
-        return values
+    def run(rank, gather):
+        this_thread.gather = gather
+        of_all = {"num_processes": 2, "device": "cpu", "gather": lambda value: torch.cat(gather(value))}
+        return function(rank, SimpleNamespace(process_index=rank, **of_all))
 
-    def run(rank):
-        this_thread.rank = rank
-        return function(
-            rank,
-            SimpleNamespace(
-                num_processes=2, process_index=rank, device="cpu", gather=lambda value: torch.cat(gather(value))
-            ),
-        )
-
-    monkeypatch.setattr(passes, "gather_object", lambda value: sum(gather(value), []))
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
+    monkeypatch.setattr(passes, "gather_object", lambda value: sum(this_thread.gather(value), []))
+    return on_two_threads(run)
 
 
 @pytest.mark.parametrize(

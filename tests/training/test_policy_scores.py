@@ -313,6 +313,13 @@ def searched(query, text, found, **changes):
                 observation_ids=[found], **changes)  # fmt: skip
 
 
+def gained(turns, contexts, policy=None, answer="Paris", **more):
+    """What each turn of one rollout gains."""
+    given = {"turn_contexts": [contexts], "policy": policy or Told(), "answer": [answer]}
+    (row,) = gain.information_gain_reward_func([turns], **given, **more)
+    return row
+
+
 @pytest.mark.contract("information gain")
 def test_a_turn_gains_what_its_results_tell():
     turns = [
@@ -326,14 +333,14 @@ def test_a_turn_gains_what_its_results_tell():
     for turn in turns:
         contexts.append(read + turn.token_ids)
         read = contexts[-1] + turn.observation_ids
-    given = {"turn_contexts": [contexts], "policy": Told(), "answer": [{"value": "Paris", "aliases": ["the City"]}]}
-    [[first, second, again, begged, last]] = gain.information_gain_reward_func([turns], **given)
+    first, second, *others = gained(turns, contexts, answer={"value": "Paris", "aliases": ["the City"]})
     assert first == pytest.approx(0.1 * math.log(0.9 / 0.1)) and second == pytest.approx(0.0)
-    assert (again, begged, last) == (0.0, None, None)
-    assert gain.information_gain_reward_func([turns], **{**given, "answer": ["?"]}) == [[None] * 5]  # it has no ids
-    long = {**given, "turn_contexts": [[[8] * 20, *contexts[1:]]]}
-    assert gain.information_gain_reward_func([turns], **long)[0][0] is None
-    assert gain.information_gain_reward_func([turns], **{**given, "answer": [None]}) == [[None] * 5]
+    assert others == [0.0, None, None]
+    assert gained(turns, contexts, answer="?") == gained(turns, contexts, answer=None) == [None] * 5  # it has no ids
+    assert gained(turns, [[8] * 20, *contexts[1:]])[0] is None
+    # Also where the second call's context does not hold the first one's results any more.
+    first, second = gained([turns[0], searched("France", "It is Paris.", 100)], [[8], [8]])
+    assert first > 0.2 and second == 0.0
 
 
 def test_the_best_answer_before_and_after_is_what_gains():
@@ -346,51 +353,34 @@ def test_the_best_answer_before_and_after_is_what_gains():
             return [[math.log(p)] * len(ids) for p, ids in zip(known, continuations)]
 
     turns = [searched("capital", "The City.", 101), searched("France", "Paris.", 100), searched("x", "?", 102)]
-    given = {"turn_contexts": [[[8], [8], [8]]], "policy": Alias(), "answer": [["Paris", "the City"]]}
-    assert gain.information_gain_reward_func([turns], **given) == [
-        [pytest.approx(0.0), pytest.approx(0.1 * math.log(0.9 / 0.2)), pytest.approx(0.0)]
-    ]
-
-
-def test_a_passage_gains_once():
-    """Also where the second call's context does not hold the first one's results any more."""
-    turns = [searched("capital", "It is Paris.", 100), searched("France", "It is Paris.", 100)]
-    given = {"turn_contexts": [[[8], [8]]], "policy": Told(), "answer": ["Paris"]}
-    [[first, second]] = gain.information_gain_reward_func([turns], **given)
-    assert first > 0.2 and second == 0.0
+    expected = [0.0, 0.1 * math.log(0.9 / 0.2), 0.0]
+    assert gained(turns, [[8]] * 3, Alias(), ["Paris", "the City"]) == pytest.approx(expected)
 
 
 def test_a_useless_result_costs_what_it_hides(monkeypatch):
     class Hides(Told):
         def logprobs(self, contexts, continuations):
-            hidden = [[-2.0 if 105 in context else -0.5] * len(ids) for context, ids in zip(contexts, continuations)]
-            return hidden
+            return [[-2.0 if 105 in context else -0.5] * len(ids) for context, ids in zip(contexts, continuations)]
 
     turns = [searched("x", "nothing", 105), searched("y", "nothing", 105)]
-    given = {"turn_contexts": [[[100], [101]]], "policy": Hides(), "answer": ["Paris"]}
-    [[first, second]] = gain.information_gain_reward_func([turns], **given)
-    assert first == second == pytest.approx(-0.15)  # to ask the same again is no way out
-    given["policy"] = Told()
+    # To ask the same again is no way out.
+    assert gained(turns, [[100], [101]], Hides()) == pytest.approx([-0.15, -0.15])
     monkeypatch.setattr(gain, "MEASURE", "probability")
-    given["turn_contexts"] = [[[8]]]
-    [[value]] = gain.information_gain_reward_func([[searched("x", "It is Paris.", 100)]], **given)
-    assert value == pytest.approx(0.1 * (0.9 - 0.1))
+    assert gained([searched("x", "It is Paris.", 100)], [[8]]) == [pytest.approx(0.1 * (0.9 - 0.1))]
 
 
 def test_the_result_alone_and_the_tokens_that_were_read(monkeypatch):
     """Without the turn's own text, here the id 100 of who knows the answer before it searches."""
-    turn = Turn([100, 9], None, "", "stop", [ToolCall("search", {"query": "x"})], [ToolResult("Nothing.")],
-                observation_ids=[101])  # fmt: skip
-    logged = []
-    given = {"turn_contexts": [[[8, 100, 9]]], "policy": Told(), "answer": ["Paris"],
-             "log_metric": lambda name, value: logged.append((name, value))}  # fmt: skip
-    [[value]] = gain.information_gain_reward_func([[turn]], **given)
-    assert value == pytest.approx(0.0)  # 0.9 with the result, and 0.9 without it
-    assert logged == [("information_gain/tokens", 2 * (3 + 1 + 1) + 4)]
+    turn, logged = searched("x", "Nothing.", 101), []
+    turn.token_ids = [100, 9]
+
+    def value():
+        return gained([turn], [[8, 100, 9]], log_metric=lambda *metric: logged.append(metric))
+
+    assert value() == [pytest.approx(0.0)]  # 0.9 with the result, and 0.9 without it
     monkeypatch.setattr(gain, "OWN_TEXT", False)
-    [[value]] = gain.information_gain_reward_func([[turn]], **given)
-    assert value == pytest.approx(0.1 * math.log(0.5 / 0.1))
-    assert logged[1] == ("information_gain/tokens", 2 * (1 + 1 + 1) + 4)
+    assert value() == [pytest.approx(0.1 * math.log(0.5 / 0.1))]
+    assert logged == [("information_gain/tokens", 2 * (n + 1 + 1) + 4) for n in (3, 1)]
 
 
 def test_what_is_given_before_the_answer_and_how_long_answers_count(monkeypatch):
@@ -406,9 +396,8 @@ def test_what_is_given_before_the_answer_and_how_long_answers_count(monkeypatch)
             return [[-1.0, -2.0, -3.0, -2.0] if 100 in context else [-4.0, -4.0, -8.0, -4.0] for context in contexts]
 
     monkeypatch.setattr(gain, "OPENING", "</think><answer>")
-    given = {"turn_contexts": [[[8]]], "policy": Thinks(), "answer": ["a long answer"]}
-    [[value]] = gain.information_gain_reward_func([[searched("x", "It is long.", 100)]], **given)
-    assert value == pytest.approx(0.1 * (5.0 - 2.0))
+    value = gained([searched("x", "It is long.", 100)], [[8]], Thinks(), "a long answer")
+    assert value == [pytest.approx(0.1 * (5.0 - 2.0))]
     assert asked == [([8, 100, 2, 1], [5, 6, 7, 8]), ([8, 102, 2, 1], [5, 6, 7, 8])]
 
 
@@ -457,12 +446,9 @@ def test_a_run_pays_turns_by_what_they_found(tmp_path):
 
     arguments = ["--config", "hf_recipes/tiny/calculator.yaml", "--output_dir", str(tmp_path), "--max_steps", "2",
                  "--per_device_train_batch_size", "32", "--save_strategy", "no", "--report_to", "none"]  # fmt: skip
-    script_args, args, model_args = mt.parse_arguments(arguments)
-    trainer = mt.build_trainer(script_args, args, model_args)
-    trainer = mt.MTGRPOEnvTrainer(
-        model=trainer.model, env=trainer.env, turn_reward_funcs=[watched],
-        outcome_reward_funcs=gain.OUTCOME_REWARD_FUNCS, args=args, train_dataset=trainer.train_dataset,
-    )  # fmt: skip
+    trainer = mt.build_trainer(*mt.parse_arguments(arguments))
+    trainer = mt.MTGRPOEnvTrainer(trainer.model, trainer.env, [watched], gain.OUTCOME_REWARD_FUNCS, args=trainer.args,
+                                  train_dataset=trainer.train_dataset)  # fmt: skip
     trainer.train()
     right, wrong = ([value for value, is_right in seen if is_right is kind] for kind in (True, False))
     assert len(right) > 5 and sum(right) / len(right) > 0.1

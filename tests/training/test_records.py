@@ -111,10 +111,8 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
 
     rollouts = [Rollout([], [1], turns=[turn(5), turn(6, Context([], [2]))]), Rollout([], [1], turns=[turn(7)])]
     rollouts[0].stop_reason, rollouts[1].stop_reason = StopReason.ANSWERED, StopReason.MAX_TOKENS
-    monkeypatch.setattr(
-        "mt_grpo.training.batch.gather_object",
-        lambda own: [(3, [False] * 2, [False] * 2, "", True), *own],
-    )
+    other = (3, [False] * 2, [False] * 2, "", True)
+    monkeypatch.setattr("mt_grpo.training.batch.gather_object", lambda own: [other, *own])
     args = SimpleNamespace(top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False)
     batch = Batch([{}, {}], 2, first=2, rollouts=rollouts)
     batch.choose_records(args, 0)
@@ -126,7 +124,6 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
     taken = batch.per_rollout({"ids": torch.tensor([[5], [7], [6], [9], [9]]), "num_items": torch.tensor(3)})
     assert taken["ids"].tolist() == [[5], [7]] and taken["num_items"] == 3
     assert [[row["ids"].tolist() for row in rows] for rows in taken[FURTHER_RECORDS]] == [[[6]], []]
-    other = (3, [False] * 2, [False] * 2, "", True)
     monkeypatch.setattr("mt_grpo.training.batch.gather_object", lambda own: [*own, other])
     batch = Batch([{}, {}], 2, rollouts=rollouts)
     batch.choose_records(args, 0)
@@ -211,9 +208,8 @@ def written_loss(model, tokenizer, loss_type):
     if loss_type == "grpo":  # a rollout with all its records is the sequence
         means = [-sum(a * logprob for a, logprob, _ in rows) / sum(n for *_, n in rows) for rows in logprobs]
         return sum(means) / 7
-    return -sum(a * logprob for rows in logprobs for a, logprob, _ in rows) / sum(
-        n for rows in logprobs for *_, n in rows
-    )
+    num_tokens = sum(n for rows in logprobs for *_, n in rows)
+    return -sum(a * logprob for rows in logprobs for a, logprob, _ in rows) / num_tokens
 
 
 @pytest.mark.contract("edited histories")

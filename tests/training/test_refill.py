@@ -108,41 +108,6 @@ def test_equal_rewards_that_cannot_be_compared_are_not_replaced(random_model, tm
     assert trainer.asked[-1] == huge and trainer.trained == {}
 
 
-def test_each_round_has_noise_of_its_own(random_model, tmp_path):
-    """And the same in a run that begins anew."""
-    drawn = []
-    for name in ("one", "two"):
-        trainer, seen = make(random_model, tmp_path / name, max_steps=1), []
-        own = trainer.reward_functions.functions[0]
-
-        def draws(*args, own=own, seen=seen, **kwargs):
-            seen.append(torch.rand(()).item())
-            return own(*args, **kwargs)
-
-        draws.__name__ = "outcome"
-        trainer.reward_functions.functions[0] = draws
-        trainer.train()
-        drawn.append(seen)
-    assert drawn[0] == drawn[1] and len(set(drawn[0])) == len(drawn[0]) == 4
-
-
-def test_a_column_of_another_length_is_an_error(random_model, tmp_path):
-    """In a round, where it could stand in no place. A value per call goes on with the column, as in TRL."""
-    trainer = make(random_model, tmp_path, max_steps=1, one_by_one=True)
-    trainer.train()
-    assert list(trainer._logs["extra"]["each"]) == [0, 0, 4, 4]
-    wrong = make(random_model, tmp_path / "wrong", max_steps=1, too_few=True)
-    with pytest.raises(RunError, match=r"log_extra\('first'\): got 1 values, expected"):
-        wrong.train()
-
-
-def test_without_the_key_nothing_is_asked_twice(random_model, tmp_path):
-    trainer = make(random_model, tmp_path, refill_groups=0, max_steps=2)
-    trainer.train()
-    assert trainer.trained == {0: [0, 1], 1: [2, 3]} and trainer.seen == [[0, 1], [2, 3]]
-    assert not [name for row in trainer.state.log_history for name in row if name.startswith("refill/")]
-
-
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_stop_costs_no_prompt_and_asks_for_none_twice(random_model, tmp_path, stop):
     """Two passes to a batch, so that a stop may lie inside one, whose groups are then sampled again."""
