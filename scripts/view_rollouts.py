@@ -187,8 +187,10 @@ def write_page(folders: list[Path], path: Path) -> str:
     data: dict[str, Any] = {"served": False, "runs": [], "rollouts": [], "images": {}}
     for number, run in enumerate(runs):
         run.read()
-        chosen, which = run.log.sample(MOST_ROLLOUTS // len(runs))
-        data["runs"].append({**run.info(), "which": f"{run.name}: {which}"})
+        by_step = sorted(run.log.rollouts, key=lambda each: run.log.rollouts[each].line["step"])
+        chosen = by_step[-(MOST_ROLLOUTS // len(runs)) :]
+        which = "all" if chosen == by_step else f"the newest {len(chosen):,} of"
+        data["runs"].append({**run.info(), "which": f"{run.name}: {which} {len(by_step):,} rollouts"})
         rollouts = [{**run.log.rollout(each), "run": number, "words": run.log.rollouts[each].words} for each in chosen]
         data["rollouts"] += rollouts
         most = MOST_IMAGE_BYTES // len(runs)
