@@ -6,27 +6,25 @@
 
 Each line of the file has `id`, `title` and `text`. Of several pages with one title the first is kept. `--title` and
 `--text` name columns, with a dot for what is inside one (`entity_pages.title`); a text may be a list of sentences.
-Words are what spaces separate: pages in languages without spaces are not split. The data set is streamed to the file
-`OUTPUT.part`, which gets its own name when it is whole. After a stop, the same command continues. Sizes: docs/tools.md
+Words are what spaces separate: pages in languages without spaces are not split. The data set stays in the cache of the
+library datasets, so that the same command goes on with the download after a stop. Sizes: docs/tools.md
 """
 
 import argparse
-import contextlib
-import fcntl
 import json
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 SOURCES = {  # data set, of which train and validation are read: its configuration, where titles are, where texts are
     "mandarjoshi/trivia_qa": ("rc.wikipedia", "entity_pages.title", "entity_pages.wiki_context"),
     "hotpotqa/hotpot_qa": ("distractor", "context.title", "context.sentences"),
 }
 WORDS = 100  # of a passage, which ends with the first sentence that brings it to four fifths of this
-SAVE_SECONDS = 10.0  # between two lines of progress, each of which is a point to continue from
 
 
 def passages_of(title: str, text: str) -> list[dict[str, str]]:
@@ -72,66 +70,32 @@ def pages_of(row: dict[str, Any], title: str, text: str) -> Iterator[tuple[str, 
             yield name.strip(), " ".join(sentences)
 
 
-def rows_of(stream: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a streamed data set. Raises `OSError` if it cannot be read any further."""
-    try:
-        yield from stream
-    except Exception as error:  # network, Hub and file errors have no common class
-        raise OSError(f"reading stopped: {error!r}. Run the same command again to continue.") from error
-
-
 def build(output: Path, name: str, config: str | None, splits: list[str], title: str, text: str) -> None:
-    """Write the corpus, or the rest of one. Raises `ValueError`, `OSError` or `RuntimeError` with what is wrong."""
-    from datasets import concatenate_datasets, load_dataset
+    """Write the corpus. Raises `ValueError` or `OSError` with what is wrong."""
+    from datasets import load_dataset
 
-    part, saved = Path(f"{output}.part"), Path(f"{output}.part.json")
-    source = [name, config, splits, title, text]
-    state: dict[str, Any] = {"of": source, "passages": 0, "bytes": 0, "seconds": 0.0, "position": None}
+    if output.exists():
+        raise ValueError(f"{output} exists. Delete it to make it again.")
+    mode = "force_redownload" if Path(name).is_dir() else None  # a folder can differ from what the cache has of it
+    try:
+        rows = load_dataset(name, config, split="+".join(splits), download_mode=mode)
+    except Exception as error:  # network, Hub and file errors have no common class
+        raise OSError(f"{error} {error.__cause__ or ''}") from error
+    titles, passages, part = set(), 0, Path(f"{output}.part")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with open(part, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises BlockingIOError if another process writes it
-        size = file.seek(0, 2)
-        try:
-            if output.exists():
-                raise ValueError(f"{output} exists. Delete it to make it again.")
-            if size:
-                with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-                    state |= json.loads(saved.read_text(encoding="utf-8"))
-                if not state["position"] or state["of"] != source or state["bytes"] > size:
-                    raise ValueError(f"{part} is half of another corpus, or damaged, or {saved} is. Delete both.")
-            stream = concatenate_datasets([load_dataset(name, config, split=each, streaming=True) for each in splits])
-            stream.load_state_dict(state["position"] or stream.state_dict())
-            file.truncate(state["bytes"])
-            file.seek(0)
-            titles, began = {json.loads(line)["title"] for line in file}, time.monotonic() - state["seconds"]
-
-            def save() -> None:
-                file.flush()
-                state.update(bytes=file.tell(), seconds=time.monotonic() - began, position=stream.state_dict())
-                Path(f"{saved}.new").write_text(json.dumps(state), encoding="utf-8")
-                Path(f"{saved}.new").replace(saved)
-                numbers = len(titles), state["passages"], state["bytes"] / 1e6, state["seconds"] / 60
-                print("{:,} pages, {:,} passages, {:,.1f} MB, {:.1f} minutes".format(*numbers), flush=True)
-
-            save()
-            for row in rows_of(stream):
-                for page, content in pages_of(row, title, text):
-                    lines = [] if page in titles else passages_of(page, content)
-                    titles.add(page)
-                    file.writelines(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-                    state["passages"] += len(lines)
-                if time.monotonic() - began - state["seconds"] >= SAVE_SECONDS:
-                    save()
-            save()
-            if not titles:
-                raise ValueError("there is no page with a title and a text.")
-            part.replace(output)
-            saved.unlink()
-        except (ValueError, OSError, RuntimeError):
-            if not size and not state["bytes"]:  # nothing to continue
-                part.unlink()
-                saved.unlink(missing_ok=True)
-            raise
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            for page, content in (pair for row in tqdm(rows, unit=" rows") for pair in pages_of(row, title, text)):
+                lines = [] if page in titles else passages_of(page, content)
+                titles.add(page)
+                passages += len(lines)
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        if not titles:
+            raise ValueError("there is no page with a title and a text.")
+        part.replace(output)
+    finally:
+        part.unlink(missing_ok=True)
+    print(f"{len(titles):,} pages, {passages:,} passages, {output.stat().st_size / 1e6:,.1f} MB")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -148,11 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         if not args.split and args.dataset not in SOURCES:
             raise ValueError("name its splits, such as --split train.")
         build(args.output, args.dataset, config, args.split or ["train", "validation"], *columns)
-    except (ValueError, OSError, RuntimeError) as error:
-        reason = f"another process writes {args.output}.part" if isinstance(error, BlockingIOError) else str(error)
-        sys.exit(f"error: no corpus from {args.dataset}: {' '.join(reason.split())}")
-    except KeyboardInterrupt:
-        sys.exit("stopped. Run the same command again to continue.")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: no corpus from {args.dataset}: {' '.join(str(error).split())}")
     print(f"{args.output} is written. Index it: WIKI_SEARCH_CORPUS={args.output} python tools/wiki_search.py history")
 
 

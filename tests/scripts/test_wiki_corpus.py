@@ -1,6 +1,5 @@
-"""A corpus for tools/wiki_search.py from a copy of TriviaQA's evidence in its schema: whole, stopped, bad input."""
+"""A corpus for tools/wiki_search.py from a copy of TriviaQA's evidence in its schema: whole, cut off, bad input."""
 
-import fcntl
 import json
 import os
 import re
@@ -58,6 +57,7 @@ def hub(tmp_path, monkeypatch) -> Path:
         table.to_parquet(folder / f"rc.wikipedia/{name}.parquet")
     lines = [{"title": "Seine", "text": ["It runs through Paris.", " It is long."], "number": 3}]
     Dataset.from_list(lines).to_parquet(folder / "pages.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setitem(wiki_corpus.SOURCES, str(folder), wiki_corpus.SOURCES["mandarjoshi/trivia_qa"])
     return folder
 
@@ -77,7 +77,7 @@ def test_the_evidence_pages_become_a_corpus_that_the_tool_finds(hub, tmp_path, m
     assert all(row["text"].startswith("Sentence") and row["text"].endswith(".") for row in rows)
     said = capsys.readouterr().out.splitlines()
     size = output.stat().st_size / 1e6
-    assert said[-2] == f"6 pages, {len(rows)} passages, {size:.1f} MB, 0.0 minutes"
+    assert said[-2] == f"6 pages, {len(rows)} passages, {size:.1f} MB"
     assert f"{output} is written" in said[-1]
     assert os.listdir(output.parent) == ["wiki.jsonl"]
     monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(output))
@@ -125,34 +125,6 @@ def test_no_passage_is_longer_than_a_fifth_more(before, long):
     assert max(map(len, passages)) <= 120 and min(map(len, passages[:-1]), default=20) >= 20
 
 
-def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
-    """After any row the file that results is the same, also if more had been written than the last state says."""
-    wiki_corpus.main([str(tmp_path / "whole"), "--dataset", str(hub)])
-    monkeypatch.setattr(wiki_corpus, "SAVE_SECONDS", 0.0)
-    whole_rows = wiki_corpus.rows_of
-    for stop in range(7):
-
-        def stopped(stream, stop=stop):
-            for k, row in enumerate(whole_rows(stream)):
-                if k == stop:
-                    raise KeyboardInterrupt
-                yield row
-
-        output = tmp_path / f"stopped-{stop}"
-        with monkeypatch.context() as patch, pytest.raises(SystemExit, match="stopped. Run the same command again"):
-            patch.setattr(wiki_corpus, "rows_of", stopped)
-            wiki_corpus.main([str(output), "--dataset", str(hub)])
-        assert not output.exists()
-        with open(f"{output}.part", "ab") as part:
-            part.write(b'{"id": "Town')  # half a line
-        capsys.readouterr()
-        wiki_corpus.main([str(output), "--dataset", str(hub)])
-        assert output.read_bytes() == (tmp_path / "whole").read_bytes()
-        pages = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[:-1]]
-        assert pages == sorted(pages) and (pages[0] > 0) == (stop > 0)  # it did not begin again
-        assert not list(tmp_path.glob(f"stopped-{stop}.*"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -165,7 +137,7 @@ def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
             "'title' and 'number' hold 'Seine' and 3. Expected text",
         ),
         (["--config", "rc.web"], r"'rc.web' not found. Available: \['rc.wikipedia', 'pages'\]"),
-        (["--split", "tset"], "Bad split: tset. Available splits: ['train', 'validation']".replace("[", r"\[")),
+        (["--split", "tset"], r"Unknown split .tset.. Should be one of \['train', 'validation'\]"),
         (["--dataset", "/nowhere/data"], "name its splits, such as --split train"),
         (["--dataset", "/nowhere/data", "--split", "train"], "Couldn't find any data file at /nowhere/data"),
     ],
@@ -179,7 +151,7 @@ def test_what_is_no_corpus_is_one_sentence(arguments, message, hub, tmp_path):
 
 
 def test_without_a_network(hub, tmp_path, monkeypatch):
-    """At the start, and in the middle: then the same command goes on."""
+    """At the start, and with a file that came in half: then the same command makes the corpus."""
 
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach 'mandarjoshi/trivia_qa' on the Hub")
@@ -187,39 +159,23 @@ def test_without_a_network(hub, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="error: no corpus .*Couldn't reach"):
         patch.setattr(datasets, "load_dataset", unreachable)
         wiki_corpus.main([str(tmp_path / "a")])
-    assert not list(tmp_path.glob("a*"))
     lost = hub / "rc.wikipedia/train-1.parquet"
     content = lost.read_bytes()
     lost.write_bytes(content[:100])
-    with pytest.raises(SystemExit, match="reading stopped: .* Run the same command again to continue."):
+    with pytest.raises(SystemExit, match="^error: no corpus from [^\n]*Parquet[^\n]*$"):
         wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(hub)])
-    assert not (tmp_path / "a").exists()
+    assert not list(tmp_path.glob("a*"))
     lost.write_bytes(content)
     wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(hub)])
-    wiki_corpus.main([str(tmp_path / "b"), "--dataset", str(hub)])
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert len(rows_of(tmp_path / "a")) == 19
 
 
 def test_what_is_there_is_not_overwritten(hub, tmp_path):
-    output, part = tmp_path / "wiki.jsonl", tmp_path / "wiki.jsonl.part"
-    for path, state, message in (
-        (part, None, "wiki.jsonl.part is half of another corpus, or damaged"),
-        *((part, state, "or .*wiki.jsonl.part.json is. Delete both") for state in ("", '{"of', "[]", "{}", "3")),
-        (output, None, "exists. Delete it"),
-    ):
-        path.write_text('{"id": "mine", "title": "mine", "text": "mine"}\n')
-        if state is not None:
-            Path(f"{part}.json").write_text(state)
-        with pytest.raises(SystemExit, match=message):
-            wiki_corpus.main([str(output), "--dataset", str(hub)])
-        assert "mine" in path.read_text()
-
-
-def test_only_one_process_writes_a_corpus(hub, tmp_path):
-    with open(tmp_path / "wiki.jsonl.part", "w") as part:
-        fcntl.flock(part, fcntl.LOCK_EX)
-        with pytest.raises(SystemExit, match="^error: .* another process writes .*wiki.jsonl.part$"):
-            wiki_corpus.main([str(tmp_path / "wiki.jsonl"), "--dataset", str(hub)])
+    output = tmp_path / "wiki.jsonl"
+    output.write_text("mine")
+    with pytest.raises(SystemExit, match="exists. Delete it"):
+        wiki_corpus.main([str(output), "--dataset", str(hub)])
+    assert output.read_text() == "mine"
 
 
 def test_a_data_set_with_a_script_is_one_sentence(tmp_path):
