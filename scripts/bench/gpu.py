@@ -299,11 +299,11 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
             done = subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], cwd=ROOT, env=place, **ends)
     except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
         return {"error": str(error)}
-    found = aggregate(case, json.loads(output.read_text())) if output.is_file() else {}
+    found = aggregate(json.loads(output.read_text())) if output.is_file() else {}
     return found if done.returncode == 0 else {**found, "error": log.read_text()[-2000:]}
 
 
-def aggregate(case: str, row: dict[str, Any]) -> dict[str, Any]:
+def aggregate(row: dict[str, Any]) -> dict[str, Any]:
     """What the page's tables show of what a case's process has returned."""
     found: dict[str, Any] = {}
     if "log" in row:

@@ -15,7 +15,7 @@ def row(title, wall, cpu, memory):
     """A shape's row with two pairs of steps: TRL's take a second, so that ours take the ratio."""
     seconds = {"trl": {"wall": 1.0, "cpu": 1.0}, "ours": {"wall": wall, "cpu": cpu}}
     figures = bench.figures_of([seconds] * 2, {"peak_mib": {"trl": 1000.0, "ours": 1000.0 * memory}})
-    facts = {"rollouts": 64, "tokens": 1090, "longest": 2000, "prompt": 300, "goal": 2.5}
+    facts = {"rollouts": 64, "tokens": 1090, "longest": 2000, "prompt": 300}
     return {"title": title, **facts, "per_trained": {"trl": 4.0, "ours": 1.5}, **figures}
 
 
@@ -38,7 +38,7 @@ def test_the_report_quotes_the_results_file(folders, capsys):
     bench.main(["--report"])
     text = bench.FRAME.page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    cells = "1.00 s | 2.00 (2.00 to 2.00) | 2.50 (2.50 to 2.50) | 2.5 | 800 of 1,000 MiB | 4.0, 1.5 |"
+    cells = "1.00 s | 2.00 (2.00 to 2.00) | 2.50 (2.50 to 2.50) | 800 of 1,000 MiB | 4.0, 1.5 |"
     assert f"| tiny recipe: 64 rollouts | 300 | 1,090, 2,000 | {cells}" in text and "2 threads" in text
     assert "| 2.50 (2.50 to 2.50) |" in capsys.readouterr().out  # shown as well
 
