@@ -23,7 +23,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -51,11 +50,11 @@ PANELS = (
     ("Training signal", (("credit/frac_groups_without_signal", "groups without signal"), ("entropy", "entropy"),
                          ("completions/clipped_ratio", "truncated"))),
     ("Seconds", (("step_time", "step"), ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "weight sync"))),
+    ("Turns per rollout", (("turns/mean", "mean"), ("turns/max", "maximum"))),
+    ("Weights and logprobs", (("rollout/staleness", "staleness"),
+                              ("sampling/sampling_logp_difference/mean", "logprob difference"))),
 )  # fmt: skip
-TURNS = ("Turns per rollout", (("turns/mean", "mean"), ("turns/max", "maximum")))
 EVALUATION = ("Evaluation", (("eval_reward", "total reward"), ("eval_rewards/*/mean", "{}")))
-WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampling/sampling_logp_difference/mean",
-           "logprob difference")))  # fmt: skip
 
 
 # -- the page --
@@ -165,7 +164,7 @@ def open_runs(folders: list[Path]) -> list[Run]:
 def curves(runs: list[Run]) -> dict[str, Any]:
     """The panels of curves of these runs, of their logged training steps and evaluations."""
     logs, panels = [read_metrics(run.folder) for run in runs], []
-    for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
+    for title, metrics in (*PANELS, EVALUATION):
         kind = "eval_reward" if title == EVALUATION[0] else "reward"
         lines = [
             {"label": label, "run": number, "points": points}
@@ -222,18 +221,15 @@ class Viewer:
     def app(self) -> web.Application:
         """The application."""
         app = web.Application(middlewares=[self.guard])
-        for path, handler in {
+        routes = {
             "/": self.page,
             rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}": self.image,
             "/api/info": self.answer(lambda request: {"runs": [run.info() for run in self.runs]}),
             "/api/panels": self.answer(lambda request: curves(self.runs)),
             r"/api/rollouts/{run:\d+}": self.answer(lambda request: self.log_of(request).table(dict(request.query))),
-            **{
-                rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}": self.answer(partial(self.of_log, kind))
-                for kind in ("rollout", "group")
-            },
-        }.items():
-            app.router.add_get(path, handler)
+            r"/api/{kind:rollout|group}/{run:\d+}/{id:\d+}": self.answer(self.of_log),
+        }
+        app.add_routes([web.get(path, handler) for path, handler in routes.items()])
         return app
 
     @web.middleware
@@ -277,9 +273,9 @@ class Viewer:
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
         return self.runs[number].log
 
-    def of_log(self, kind: str, request: web.Request) -> Any:
+    def of_log(self, request: web.Request) -> Any:
         """A rollout, or the group that it is of."""
-        return getattr(self.log_of(request), kind)(int(request.match_info["id"]))
+        return getattr(self.log_of(request), request.match_info["kind"])(int(request.match_info["id"]))
 
 
 def main(argv: list[str] | None = None) -> None:
