@@ -6,8 +6,8 @@
 
 The page follows a running job, and shows the newest 200 MB of its log (docs/rollouts.md). `log_rollouts` sets how many
 rollouts of a batch are logged, and with `log_rollout_tokens: true` each token has its own colour. `--html` writes one
-file of at most 2,000 rollouts, which loads nothing from elsewhere. Everything that models, tools and data say is shown
-as text: the page has a policy by which a browser runs no script but its own.
+file of the last 2,000 rollouts at most, which loads nothing from elsewhere. Everything that models, tools and data
+say is shown as text: the page has a policy by which a browser runs no script but its own.
 """
 
 from __future__ import annotations
