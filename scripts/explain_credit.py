@@ -39,7 +39,7 @@ import view_rollouts
 from evaluate import number, without_unused
 from recipes import Recipe, accepted_answers, load_recipe, option
 from transformers.utils.logging import disable_progress_bar
-from viewer.rows import as_item, question
+from viewer.rows import question, table_line
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
@@ -244,7 +244,9 @@ def render_html(group: GroupCredit) -> str:
     data = {
         "served": False, "only": True, "start": "group/0/0", "title": group.question,
         "about": group.settings, "notes": group.notes, "runs": [run], "panels": {"panels": [], "note": None},
-        "rollouts": [{**as_item(row, number), "run": 0} for number, row in enumerate(group.rows)],
+        "rollouts": [
+            {**table_line(row), "id": k, "attempt": 0, "row": row, "run": 0} for k, row in enumerate(group.rows)
+        ],
     }  # fmt: skip
     return view_rollouts.page(data, f"Credit of {len(group.rows)} rollouts")
 

@@ -1,18 +1,22 @@
-"""Copy the project, run mutmut in the copy for a limited time, report the mutants by file (scripts/mutation.sh)."""
+"""Put small faults into the code that decides what is trained, one at a time, and see whether quick tests notice them.
+
+    pip install -e '.[mutation]'
+    python scripts/mutation.py                            # what was not run yet; Ctrl+C ends it, the next call goes on
+    python scripts/mutation.py "*.x_norm__*" "*passes*"   # only these mutants, again if need be
+    cd runs/mutation && mutmut results                    # what no test noticed; `mutmut show NAME` prints one
+
+mutmut makes the faults (mutants) in a copy of the project, runs/mutation. Delete it to begin anew.
+"""
 
 import ast
-import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 COPY = Path("runs/mutation")
-MUTMUT = Path(".venv/bin/mutmut").absolute()
 FILES = ["mt_grpo_trainer.py", "mt_grpo/rollout.py"]
 FILES += [f"mt_grpo/training/{name}.py" for name in ("further_credit", "batch", "passes")]
 # The tests that are to notice faults: no other processes, and of those that train once for each setting only some
@@ -36,7 +40,6 @@ SETTINGS = {
     "use_git_change_detection": False,
     "process_isolation": "forkserver",  # a forked child would wait for threads that it does not have
 }
-STATUS = {0: "survived", 1: "killed", 3: "killed", 5: "no tests", 33: "no tests", None: "not run"}  # others: timed out
 
 
 def copied(path: str, content: bytes) -> bytes:
@@ -66,61 +69,22 @@ def copied(path: str, content: bytes) -> bytes:
 
 
 def update_copy() -> None:
-    """Copy what git tracks, and new files that it does not ignore; forget survivors where a test has changed."""
+    """Copy what git tracks, and new files that it does not ignore."""
     names = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], capture_output=True, check=True).stdout
-    tests = hashlib.sha256()
-    for name in sorted(name for name in names.decode().split("\0") if name and Path(name).is_file()):
+    for name in (name for name in names.decode().split("\0") if name and Path(name).is_file()):
         content, target = copied(name, Path(name).read_bytes()), COPY / name
         if not target.is_file() or target.read_bytes() != content:  # mutmut goes by the time of a change
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        if name.startswith("tests/"):
-            tests.update(content)
-    stamp = COPY / "tests.sha256"
-    for path in filter(Path.is_file, map(meta_of, FILES)):
-        if stamp.is_file() and stamp.read_text() != tests.hexdigest():
-            meta = json.loads(path.read_text())
-            codes = meta["exit_code_by_key"].items()
-            meta["exit_code_by_key"] = {key: code if STATUS.get(code) == "killed" else None for key, code in codes}
-            path.write_text(json.dumps(meta))
-    stamp.write_text(tests.hexdigest())
-
-
-def meta_of(file: str) -> Path:
-    """The path at which mutmut keeps the results of a source file."""
-    return COPY / "mutants" / f"{file}.meta"
-
-
-def patterns(word: str) -> list[str]:
-    """mutmut's names of the mutants of a file or a function."""
-    files = [file for file in FILES if word in (file, Path(file).name)]
-    return [f"{file[:-3].replace('/', '.')}.x*" for file in files] or [f"*.x_{word}__mutmut_*", f"*ǁ{word}__mutmut_*"]
-
-
-def report() -> None:
-    """Print counts by file, then the mutants that no test noticed and the functions that are left."""
-    open_ones, left = [], Counter()
-    for file in FILES:
-        codes = json.loads(meta_of(file).read_text())["exit_code_by_key"] if meta_of(file).is_file() else {}
-        kinds = {name: STATUS.get(code, "timed out") for name, code in codes.items()}
-        open_ones += [f"{kind}: {name}" for name, kind in kinds.items() if kind not in ("killed", "not run")]
-        left.update(name.partition("__mutmut")[0] for name, kind in kinds.items() if kind == "not run")
-        count = Counter(kinds.values())
-        print(f"{file}: {len(codes)} mutants, " + ", ".join(f"{n} {kind}" for kind, n in sorted(count.items())))
-    print(*sorted(open_ones), *(f"not run: {name} ({n})" for name, n in sorted(left.items())), sep="\n")
 
 
 if __name__ == "__main__":
     if "--help" in sys.argv:
         sys.exit(print(__doc__))
+    os.chdir(Path(__file__).resolve().parents[1])
     update_copy()
-    named = [pattern for word in sys.argv[1:] for pattern in patterns(word)]
-    command = [MUTMUT, "run", "--max-children", str(max(1, (os.cpu_count() or 1) // 2)), *named]
-    mutmut = subprocess.Popen(command, cwd=COPY, start_new_session=True)
-    try:
-        mutmut.wait(60 * float(os.environ.get("MUTATION_MINUTES", 90)))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(mutmut.pid, signal.SIGKILL)  # each result is in its file by then
-        mutmut.wait()
-    report()
-    sys.exit(max(0, mutmut.returncode))
+    children = str(max(1, (os.cpu_count() or 1) // 2))
+    os.chdir(COPY)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    mutmut = str(Path(sys.executable).with_name("mutmut"))
+    os.execv(mutmut, [mutmut, "run", "--max-children", children, *sys.argv[1:]])

@@ -41,23 +41,20 @@ NUM_PROBLEMS = 512  # held out: none of them is ever trained on
 
 
 class ReadableProgress(TrainerCallback):
-    """One line per `every` steps, their means, in place of TRL's dictionary of everything."""
+    """One line per `EVERY` steps, their means, in place of TRL's dictionary of everything."""
 
+    EVERY = 5
     COLUMNS = ("reward", "rewards/exact_match_reward_func/mean", "turns/mean")
 
-    def __init__(self, every: int = 5):
-        self.every = every
-        self.steps: list[dict[str, float]] = []
-
     def on_train_begin(self, args, state, control, **kwargs):
-        self.started = time.perf_counter()
+        self.started, self.steps = time.perf_counter(), []
         print(f"{'step':>9}{'reward':>9}{'exact match':>13}{'tool success':>14}{'turns':>7}{'seconds':>9}", flush=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "reward" not in logs:  # the summary at the end of training
             return
         self.steps.append(logs)
-        if state.global_step % self.every and state.global_step < state.max_steps:
+        if state.global_step % self.EVERY and state.global_step < state.max_steps:
             return
         reward, exact, turns = (mean([s.get(column) for s in self.steps]) for column in self.COLUMNS)
         called = [s for s in self.steps if s.get("tools/call_frequency")]

@@ -34,32 +34,25 @@ MOST_PASSAGES = 100  # of a query
 MOST_BYTES = 2**20  # of a request
 
 
-class SearchServer:
+def application(search: types.ModuleType) -> web.Application:
     """Answers requests in threads, each with its own connection to the index, by tools/wiki_search.py (`search`)."""
+    pool = ThreadPoolExecutor(max(4, os.cpu_count() or 4), thread_name_prefix="search")
 
-    def __init__(self, search: types.ModuleType, workers: int, topk: int):
-        self.search, self.topk = search, topk
-        self.pool = ThreadPoolExecutor(workers, thread_name_prefix="search")
+    def passages(query: str, topk: int) -> list[dict[str, Any]]:
+        """The best passages of one query, best first. The score is BM25's, higher is better."""
+        return [
+            {"document": {"id": key, "contents": f"{title}\n{text}"}, "score": -rank}
+            for key, title, text, rank in search.ranked(query, topk)
+        ]
 
-    def app(self) -> web.Application:
-        """The application."""
-
-        async def health(request: web.Request) -> web.Response:
-            return web.json_response({"status": "ok"})
-
-        app = web.Application(client_max_size=MOST_BYTES)
-        app.router.add_post("/retrieve", self.retrieve)
-        app.router.add_get("/health", health)
-        return app
-
-    async def retrieve(self, request: web.Request) -> web.Response:
+    async def retrieve(request: web.Request) -> web.Response:
         """Answer with a list of passages per query. An invalid request gets status 400 and what was expected."""
         try:
             body = await request.json()
             queries = body.get("queries") if isinstance(body, dict) else None
             if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
                 raise ValueError('expected {"queries": ["..."], "topk": 3, "return_scores": true}')
-            topk = self.topk if body.get("topk") is None else body["topk"]
+            topk = 3 if body.get("topk") is None else body["topk"]
             if not isinstance(topk, int) or not 1 <= topk <= MOST_PASSAGES:
                 raise ValueError(f"topk is {topk!r}, expected a number from 1 to {MOST_PASSAGES}")
             if len(queries) > MOST_QUERIES:
@@ -67,17 +60,17 @@ class SearchServer:
         except ValueError as error:
             return web.json_response({"error": f"{error}"}, status=400)
         loop = asyncio.get_running_loop()
-        found = await asyncio.gather(*(loop.run_in_executor(self.pool, self.passages, q, topk) for q in queries))
+        found = await asyncio.gather(*(loop.run_in_executor(pool, passages, query, topk) for query in queries))
         if not body.get("return_scores"):
-            found = [[passage["document"] for passage in passages] for passages in found]
+            found = [[passage["document"] for passage in each] for each in found]
         return web.json_response({"result": found})
 
-    def passages(self, query: str, topk: int) -> list[dict[str, Any]]:
-        """The best passages of one query, best first. The score is BM25's, higher is better."""
-        return [
-            {"document": {"id": key, "contents": f"{title}\n{text}"}, "score": -rank}
-            for key, title, text, rank in self.search.ranked(query, topk)
-        ]
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    app = web.Application(client_max_size=MOST_BYTES)
+    app.add_routes([web.post("/retrieve", retrieve), web.get("/health", health)])
+    return app
 
 
 def main() -> None:
@@ -86,8 +79,6 @@ def main() -> None:
     parser.add_argument("--index", help="The index file. Default: next to the corpus")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--workers", type=int, default=max(4, os.cpu_count() or 4), help="Queries at the same time")
-    parser.add_argument("--topk", type=int, default=3, help="Passages per query, where a request does not say")
     args = parser.parse_args()
     os.environ["WIKI_SEARCH_CORPUS"] = args.corpus
     if args.index:
@@ -100,8 +91,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     print(f"{args.corpus} is served on http://{args.host}:{args.port}/retrieve", flush=True)
-    server = SearchServer(search, args.workers, args.topk)
-    web.run_app(server.app(), host=args.host, port=args.port, print=None)
+    web.run_app(application(search), host=args.host, port=args.port, print=None)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 
 The page follows a running job, and shows the newest 200 MB of its log (docs/rollouts.md). `log_rollouts` sets how many
 rollouts of a batch are logged, and with `log_rollout_tokens: true` each token has its own colour. `--html` writes one
-file of at most 2,000 rollouts, which loads nothing from elsewhere. Everything that models, tools and data say is shown
-as text: the page has a policy by which a browser runs no script but its own.
+file of the last 2,000 rollouts at most, which loads nothing from elsewhere. Everything that models, tools and data
+say is shown as text: the page has a policy by which a browser runs no script but its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -51,11 +50,11 @@ PANELS = (
     ("Training signal", (("credit/frac_groups_without_signal", "groups without signal"), ("entropy", "entropy"),
                          ("completions/clipped_ratio", "truncated"))),
     ("Seconds", (("step_time", "step"), ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "weight sync"))),
+    ("Turns per rollout", (("turns/mean", "mean"), ("turns/max", "maximum"))),
+    ("Weights and logprobs", (("rollout/staleness", "staleness"),
+                              ("sampling/sampling_logp_difference/mean", "logprob difference"))),
 )  # fmt: skip
-TURNS = ("Turns per rollout", (("turns/mean", "mean"), ("turns/max", "maximum")))
 EVALUATION = ("Evaluation", (("eval_reward", "total reward"), ("eval_rewards/*/mean", "{}")))
-WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampling/sampling_logp_difference/mean",
-           "logprob difference")))  # fmt: skip
 
 
 # -- the page --
@@ -165,7 +164,7 @@ def open_runs(folders: list[Path]) -> list[Run]:
 def curves(runs: list[Run]) -> dict[str, Any]:
     """The panels of curves of these runs, of their logged training steps and evaluations."""
     logs, panels = [read_metrics(run.folder) for run in runs], []
-    for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
+    for title, metrics in (*PANELS, EVALUATION):
         kind = "eval_reward" if title == EVALUATION[0] else "reward"
         lines = [
             {"label": label, "run": number, "points": points}
@@ -187,8 +186,10 @@ def write_page(folders: list[Path], path: Path) -> str:
     data: dict[str, Any] = {"served": False, "runs": [], "rollouts": [], "images": {}}
     for number, run in enumerate(runs):
         run.read()
-        chosen, which = run.log.sample(MOST_ROLLOUTS // len(runs))
-        data["runs"].append({**run.info(), "which": f"{run.name}: {which}"})
+        by_step = sorted(run.log.rollouts, key=lambda each: run.log.rollouts[each].line["step"])
+        chosen = by_step[-(MOST_ROLLOUTS // len(runs)) :]
+        which = "all" if chosen == by_step else f"the newest {len(chosen):,} of"
+        data["runs"].append({**run.info(), "which": f"{run.name}: {which} {len(by_step):,} rollouts"})
         rollouts = [{**run.log.rollout(each), "run": number, "words": run.log.rollouts[each].words} for each in chosen]
         data["rollouts"] += rollouts
         most = MOST_IMAGE_BYTES // len(runs)
@@ -220,18 +221,15 @@ class Viewer:
     def app(self) -> web.Application:
         """The application."""
         app = web.Application(middlewares=[self.guard])
-        for path, handler in {
+        routes = {
             "/": self.page,
             rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}": self.image,
             "/api/info": self.answer(lambda request: {"runs": [run.info() for run in self.runs]}),
             "/api/panels": self.answer(lambda request: curves(self.runs)),
             r"/api/rollouts/{run:\d+}": self.answer(lambda request: self.log_of(request).table(dict(request.query))),
-            **{
-                rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}": self.answer(partial(self.of_log, kind))
-                for kind in ("rollout", "group")
-            },
-        }.items():
-            app.router.add_get(path, handler)
+            r"/api/{kind:rollout|group}/{run:\d+}/{id:\d+}": self.answer(self.of_log),
+        }
+        app.add_routes([web.get(path, handler) for path, handler in routes.items()])
         return app
 
     @web.middleware
@@ -275,9 +273,9 @@ class Viewer:
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
         return self.runs[number].log
 
-    def of_log(self, kind: str, request: web.Request) -> Any:
+    def of_log(self, request: web.Request) -> Any:
         """A rollout, or the group that it is of."""
-        return getattr(self.log_of(request), kind)(int(request.match_info["id"]))
+        return getattr(self.log_of(request), request.match_info["kind"])(int(request.match_info["id"]))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -222,17 +222,14 @@ def write_section(name: str, section: str, path: Path) -> None:
 
 
 class Frame:
-    """What all benchmarks do alike: `--short` and `--report`, a file of results, a section of a page, a picture.
+    """What all benchmarks do alike: `--short` and `--report`, a file of results, a section of a page.
 
     `name` is the benchmark's in scripts/bench, in docs/results and between the markers of the page. `section` makes
-    the page's section from the results, and `plot` draws them into a file.
+    the page's section from the results.
     """
 
-    def __init__(
-        self, name: str, section: Callable[[Results], str], plot: Callable[[Results, Path], None] | None = None
-    ):
-        self.name, self.section, self.plot = name, section, plot
-        self.page, self.picture = ROOT / "docs/speed.md", ROOT / f"docs/{name}.png"
+    def __init__(self, name: str, section: Callable[[Results], str]):
+        self.name, self.section, self.page = name, section, ROOT / "docs/speed.md"
         self.results, self.short_results = ROOT / f"docs/results/{name}.json", ROOT / f"runs/bench_{name}_short.json"
 
     def parse(self, doc: str, argv: list[str] | None, short: str | None, **further: dict[str, Any]) -> Any:
@@ -262,15 +259,12 @@ class Frame:
             self.report()
 
     def report(self) -> None:
-        """The page's section and the picture from the results file."""
+        """Write the page's section from the results file."""
         if not self.results.is_file():
             sys.exit(f"error: no {self.results}. Run without --report first.")
-        results = json.loads(self.results.read_text(encoding="utf-8"))
-        text = self.section(results)
+        text = self.section(json.loads(self.results.read_text(encoding="utf-8")))
         write_section(self.name, text, self.page)
         print(f"the section in {self.page}\n\n{text}")
-        if self.plot:
-            self.plot(results, self.picture)
 
 
 def prepare(threads: int | None = None) -> None:

@@ -2,7 +2,6 @@
 
     python scripts/bench/credit.py                     # what is missing, two runs at a time; then the report
     python scripts/bench/credit.py --tasks sparse --methods outcome mt_grpo --seeds 0 1
-    python scripts/bench/credit.py --tasks bifurcation --decisive 0 --decoys 2   # another turn, fewer decoys
     python scripts/bench/credit.py --report            # only the pictures and the tables, from the results file
 
 Tasks: `chain`, three or four calls, each on the last result; `sparse`, the same from a model that answers fewer than
@@ -56,7 +55,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "sparse": {"title": "Chain, rare outcome", "tokens": 80_000, "arguments": SPARSE, "seeds": HEADLINE_SEEDS},
     "bifurcation": {
         "title": "Bifurcation: call 1 of 0 to 3 decides", "tokens": 30_000, "seeds": HEADLINE_SEEDS,
-        "outcome": "Bifurcation", "decisive": 1, "decoys": 3, "arguments": [
+        "outcome": "Bifurcation", "decisive": 1, "decoys": 3, "arguments": [  # 2 or 3 decoys
             *SPARSE, "--tools_script", "scripts/bench/bifurcation.py", "--reward_fn", "null",
             "--outcome_reward_weights", "null",
         ],
@@ -359,19 +358,9 @@ def plot(rows: list[dict[str, Any]], path: Path, tasks: list[str], methods: list
     common.save_picture(figure, path)
 
 
-def add_bifurcation(decisive: int, decoys: int) -> str:
-    """Add the bifurcation with these parameters to the tasks, under a name of its own, which is returned."""
-    name = f"bifurcation-{decisive}-{decoys}"
-    title = f"Bifurcation: call {decisive} of 0 to {decoys} decides"
-    TASKS[name] = {**TASKS["bifurcation"], "title": title, "decisive": decisive, "decoys": decoys, "seeds": NUM_SEEDS}
-    return name
-
-
 def report() -> None:
     """Write the pictures and the page's tables from the results file."""
     rows = finished()
-    for name in sorted({row["task"] for row in rows} - TASKS.keys()):
-        add_bifurcation(*map(int, name.split("-")[1:]))
     if not reported(rows):
         sys.exit(f"error: {len(rows)} runs in {RESULTS}, and no method has {NUM_SEEDS} seeds.")
     table = markdown(rows)
@@ -386,22 +375,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the first ones, as many as a task has")
-    parser.add_argument("--decisive", type=int, help="bifurcation: the number of the call that decides, from 0")
-    parser.add_argument("--decoys", type=int, choices=(2, 3), help="bifurcation: the calls beside it")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--report", action="store_true", help="only write the pictures and the tables")
     options = parser.parse_args(argv)
-    tasks = options.tasks
-    if options.decisive is not None or options.decoys is not None:
-        task = TASKS["bifurcation"]
-        decoys = task["decoys"] if options.decoys is None else options.decoys
-        decisive = task["decisive"] if options.decisive is None else options.decisive
-        if not 0 <= decisive <= decoys:
-            parser.error(f"--decisive {decisive}, expected the number of one of {decoys + 1} calls, from 0")
-        tasks = [add_bifurcation(decisive, decoys)]
     if not options.report:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # workers end with it; finished runs are kept
-        run_all(make_jobs(tasks, options.methods, options.seeds), options.jobs)
+        run_all(make_jobs(options.tasks, options.methods, options.seeds), options.jobs)
     report()
 
 

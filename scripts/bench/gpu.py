@@ -9,8 +9,8 @@ The model has the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json), ra
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides.
 `step` is the rest of a step, on conversations of two or three turns that were made before (scripts/bench/step.py): the
 prompt of a group computed once or for each of its rollouts, and TRL's trainer. `gradients` compares what they come to,
-also of edited histories, with gradient checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn in bf16.
-Logs and outputs of the cases are in runs/bench_gpu.
+also of edited histories, with gradient checkpointing, and with a LoRA. Logs and outputs of the cases are in
+runs/bench_gpu.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
 share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two
@@ -37,7 +37,6 @@ from bench.common import ROOT, Frame, VLLMServer, machine
 from bench.step import DEFAULTS, SHAPES, Conversation, build_trainer, make_conversations
 from bench.sync import TINY, build_model
 
-RECIPES = {"tiny recipe": "hf_recipes/tiny/calculator.yaml", "zoom recipe": "hf_recipes/tiny/zoom.yaml"}
 COLOCATE, SERVER = ({"use_vllm": True, "vllm_mode": mode} for mode in ("colocate", "server"))
 # Name -> (whose trainer, what it sets beside the settings of all).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,8 +51,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "server, nccl, ahead": ("ours", {**SERVER, "weight_sync": "nccl", "max_staleness": 1}),
     "step": ("step", {}),
     "gradients": ("gradients", {}),
-    "tiny recipe": ("recipe", {}),
-    "zoom recipe": ("recipe", {}),
 }
 SHARE = 0.3  # of a GPU's memory for vLLM where the trainer is on it, too
 # Shapes as in scripts/bench/step.py, in passes of eight rows. `edited`: whether histories are; `compared`: further
@@ -80,7 +77,6 @@ GROUP_SIZE, WARM_UP = 8, 2  # WARM_UP: steps that are not counted
 CASE_SECONDS = 1800  # after which a case has failed
 # Of the trainer's log; what remains of a step is the training itself.
 PHASES = {"rollouts": "rollout/wait_seconds", "sync": "sync/seconds"}
-EXACT_MATCH = "rewards/exact_match_reward_func/mean"
 
 
 # -- One case: a process of its own --
@@ -275,15 +271,6 @@ def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     return {"gradients": found}
 
 
-def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Train a bundled recipe in bf16 by the script, and return its log."""
-    import torch
-
-    on_cpu, steps = str(not torch.cuda.is_available()).lower(), ["--max_steps", 2] if options.tiny else []
-    words = "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps
-    return {"log": common.train(RECIPES[options.run], Path(folder), *words)}
-
-
 # -- All cases --
 
 
@@ -312,17 +299,14 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
             done = subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], cwd=ROOT, env=place, **ends)
     except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
         return {"error": str(error)}
-    found = aggregate(case, json.loads(output.read_text())) if output.is_file() else {}
+    found = aggregate(json.loads(output.read_text())) if output.is_file() else {}
     return found if done.returncode == 0 else {**found, "error": log.read_text()[-2000:]}
 
 
-def aggregate(case: str, row: dict[str, Any]) -> dict[str, Any]:
+def aggregate(row: dict[str, Any]) -> dict[str, Any]:
     """What the page's tables show of what a case's process has returned."""
     found: dict[str, Any] = {}
-    if case in RECIPES and "log" in row:
-        match = [entry[EXACT_MATCH] for entry in row["log"]]
-        found["exact_match"] = {"first": match[0], "last": statistics.mean(match[-10:]), "steps": len(match)}
-    elif "log" in row:
+    if "log" in row:
         found["summary"] = summary(row)
     if "steps" in row:
         found["steps"] = {
@@ -395,10 +379,6 @@ def run_section(results: dict[str, Any]) -> str:
             lines += ["", f"`{case}` was left out: it {row['skipped']}."]
         if "error" in row:
             lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
-    for case, recipe in RECIPES.items():
-        if match := cases.get(case, {}).get("exact_match"):
-            said = f"exact match {match['first']:.2f} in the first step, {match['last']:.2f} in the last ten"
-            lines += ["", f"`{recipe}` in bf16: {said} of {match['steps']}."]
     for note in results.get("notes", []):  # written by hand, of how a run came about
         lines += ["", note]
     return "\n".join(lines)
@@ -418,7 +398,7 @@ def main(argv: list[str] | None = None) -> int:
         setattr(options, name, getattr(options, name) or (tiny if options.tiny else full))
     if options.job:  # the process of a case
         options = argparse.Namespace(**options.job)
-        run = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0], run_case)
+        run = {"step": run_step, "gradients": run_gradients}.get(CASES[options.run][0], run_case)
         Path(options.out).write_text(json.dumps(run(options, str(Path(options.out).with_suffix("")))))
         return 0
     from launch.launch_plan import visible_gpus

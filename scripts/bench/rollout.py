@@ -298,34 +298,10 @@ def section(results: dict[str, Any]) -> str:
         "wait of 0.2 s is 0.05 s for four calls in five and 0.8 s for the fifth. Client and server share the "
         "cores, so the client's own work counts fully."
     )
-    picture = f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)"
-    return "\n".join([about, "", picture, "", *table(runs)])
+    return "\n".join([about, "", *table(runs)])
 
 
-def plot(runs: list[Row], path: Path) -> None:
-    """Conversations per second of the shapes at 256 conversations, by tool wait: medians, minimum to maximum."""
-    pyplot, size = common.pyplot(), HEADLINE[0]
-    figure, axis = pyplot.subplots(figsize=(7, 2.9))
-    shown = (
-        ("reference", "reference: the same requests at once", "#BBBBBB"),
-        ("engine", "rollouts here", "#0072B2"),
-        ("lockstep", "lockstep, tools one after another", "#E69F00"),
-    )
-    for offset, (shape, label, colour) in zip((-0.27, 0.0, 0.27), shown, strict=True):
-        measured = [(i + offset, rows) for i, wait in enumerate(WAITS) if (rows := of_cell(runs, size, wait)[shape])]
-        rates = [spread([size / r["seconds"] for r in rows]) for _, rows in measured]
-        places, medians = [place for place, _ in measured], [rate["median"] for rate in rates]
-        ends = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-        axis.bar(places, medians, 0.25, label=label, color=colour, yerr=ends, error_kw={"elinewidth": 1, "capsize": 2})
-        for place, rate in zip(places, rates):
-            axis.text(place, rate["max"] + 1, f"{rate['median']:.3g}", ha="center", fontsize=8)
-    axis.set_xticks(range(len(WAITS)), [f"tool wait {wait:g} s" for wait in WAITS])
-    axis.set(ylabel="conversations per second", ylim=(0, 1.15 * axis.get_ylim()[1]))
-    axis.legend(frameon=False, fontsize=9, loc="upper right")
-    common.save_picture(figure, path, grid="y")
-
-
-FRAME = Frame("rollout", section, lambda results, path: plot(results["runs"], path))
+FRAME = Frame("rollout", section)
 
 
 def main(argv: list[str] | None = None) -> None:

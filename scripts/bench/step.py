@@ -49,21 +49,20 @@ CONTEXT = 4096  # tokens
 # `tokens`: on average per rollout, tool results included. `lengths`: `even` from 0.6 to 1.4 times that; `normal` as in
 # a step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
-# of one of TRL's passes; 0: all. `model`: see `build_model`. `goal`: how many times as fast as TRL's the step is to
-# be. `warm_up`: pairs that are not counted. `short`: changes by --short, None: it is left out. `G`: rollouts of a
-# prompt. `settle`: steps of a side before the one that counts: in training a step follows another of its own, and
-# after one of the other process a short step takes up to half as long again.
-DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "goal": None, "G": 8, "warm_up": 1,
-            "settle": 0}  # fmt: skip
+# of one of TRL's passes; 0: all. `model`: see `build_model`. `G`: rollouts of a prompt. `warm_up`: pairs that are not
+# counted. `short`: changes by --short, None: it is left out. `settle`: steps of a side before the one that counts: in
+# training a step follows another of its own, and after one of the other process a short step takes up to half as long
+# again.
+DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "G": 8, "warm_up": 1, "settle": 0}
 SHAPES: dict[str, dict[str, Any]] = {
-    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "goal": 2.5, "pairs": 16,
+    "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "pairs": 16,
                "warm_up": 2, "settle": 1, "short": {"pairs": 8}},
-    "prompt": {"title": "long prompt", "rollouts": 64, "tokens": 256, "prompt": 1024, "rows": 8, "goal": 3.0,
+    "prompt": {"title": "long prompt", "rollouts": 64, "tokens": 256, "prompt": 1024, "rows": 8,
                "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
     "spread": {"title": "log-normal lengths", "rollouts": 32, "tokens": 400, "prompt": 300, "lengths": "log-normal",
-               "rows": 8, "goal": 6.0, "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
+               "rows": 8, "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
-             "goal": 2.5, "pairs": 2, "short": None},
+             "pairs": 2, "short": None},
 }  # fmt: skip
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
@@ -382,7 +381,7 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     trained = sum(len(t["token_ids"]) for c in conversations for t in c["turns"])
     computed = {"trl": len(lengths) * (longest + max(lengths)), "ours": taken[-1]["ours"]["computed"]}
     return {
-        **{key: shape[key] for key in ("title", "rollouts", "model", "goal", "rows", "G")},
+        **{key: shape[key] for key in ("title", "rollouts", "model", "rows", "G")},
         "prompt": longest,
         "tokens": round(statistics.mean(lengths)),
         "longest": max(lengths),
@@ -408,18 +407,17 @@ def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[
 
 
 def section(results: dict[str, Any]) -> str:
-    """The section of docs/speed.md: one row per shape. Rows with generation are by the program of commit 342dc01."""
+    """The section of docs/speed.md: one row per shape."""
     where, threads = results["machine"], results["threads"]
     lines = [
-        "**The step**, against TRL's `GRPOTrainer` on the same conversations, without generation but for rows that "
-        "say so (there TRL's has `tools=`, and both sample in their process). *Times as fast*: TRL's seconds over "
-        "ours, median (smallest to largest) of pairs of alternating steps, two of opposite orders as one. *Computed*: "
-        "tokens that the passes of a step read per token that is trained, TRL's and ours. "
+        "**The step**, against TRL's `GRPOTrainer` on the same conversations, without generation. *Times as fast*: "
+        "TRL's seconds over ours, median (smallest to largest) of pairs of alternating steps, two of opposite orders "
+        "as one. *Computed*: tokens that the passes of a step read per token that is trained, TRL's and ours. "
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
         f"{where['trl']}.",
         "",
     ]
-    head = "batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal"
+    head = "batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds"
     rows = []
     for row in results["shapes"].values():
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
@@ -427,11 +425,10 @@ def section(results: dict[str, Any]) -> str:
             f"{1 / ratio[kind]['median']:.2f} ({1 / ratio[kind]['max']:.2f} to {1 / ratio[kind]['min']:.2f})"
             for kind in ("wall", "cpu")
         )
-        computed = "-" if row.get("generates") else f"{each['trl']:.1f}, {each['ours']:.1f}"
         rows.append(
             f"{row['title']}: {row['rollouts']} rollouts | {row['prompt'] or '-'} | {row['tokens']:,}, "
             f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
-            f"{row['goal'] or '-'} | {peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {computed}"
+            f"{peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {each['trl']:.1f}, {each['ours']:.1f}"
         )
     return "\n".join([*lines, *table(f"{head} | peak memory | computed", rows)])
 

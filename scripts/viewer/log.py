@@ -204,19 +204,3 @@ class LogReader:
         team = self.rollout(number)["team"]
         same = [rollout.item() for rollout in self.rollouts.values() if rollout.line["team"] == team]
         return sorted(same, key=lambda item: (item["number"], item["id"]))
-
-    def sample(self, most: int) -> tuple[list[int], str]:
-        """Return the ids of at most so many rollouts, of whole steps evenly spread, and words that say which."""
-        of_step: dict[int, list[int]] = {}
-        for number, rollout in self.rollouts.items():
-            of_step.setdefault(rollout.line["step"], []).append(number)
-        steps, total = sorted(of_step), len(self.rollouts)
-        if total <= most:
-            return [number for step in steps for number in of_step[step]], f"all {total:,} rollouts"
-        for every in range(2, len(steps) + 1):
-            chosen = steps[::-1][::every][::-1]  # the last step is among them
-            numbers = [number for step in chosen for number in of_step[step]]
-            if len(numbers) <= most:
-                named = ", ".join(map(str, chosen[:4]))
-                return numbers, f"{len(numbers):,} of {total:,} rollouts: one step in {every} ({named}, ...)"
-        return of_step[steps[-1]][:most], f"the first {most:,} of step {steps[-1]}, of {total:,} rollouts"

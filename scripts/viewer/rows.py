@@ -31,11 +31,6 @@ def table_line(row: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def as_item(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a row with its line of the list, for a page in one file. Raises `ValueError` if it is no rollout."""
-    return {**table_line(row), "id": number, "attempt": 0, "row": row}
-
-
 def text_to_search(row: dict[str, Any]) -> str:
     """The texts of policy, calls, results, the answer and the error, in lines."""
     turns = row["turns"]

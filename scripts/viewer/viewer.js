@@ -661,9 +661,8 @@ async function show() {
 
 async function look() {  // whether a running job has added rollouts
   if (document.hidden) return;
-  const now = () => state.info.runs.map((run) => `${run.last} ${run.metrics} ${run.generation}`).join();
-  const generations = () => state.info.runs.map((run) => run.generation).join();
-  const before = now(), generation = generations();
+  const before = state.info.runs;
+  const changed = (...keys) => state.info.runs.some((run, i) => keys.some((key) => run[key] !== before[i][key]));
   try {
     state.info = await source.info();
   } catch {
@@ -672,13 +671,13 @@ async function look() {  // whether a running job has added rollouts
   }
   header();
   const { parts: [view, , id], query } = place();
-  if (generations() !== generation && id !== undefined) {  // another run began in the folder
+  if (changed("generation") && id !== undefined) {  // another run began in the folder
     location.hash = "group";
     return;
   }
   const busy = main.contains(document.activeElement) && document.activeElement.matches("input, select, svg");
   const follows = { curves: true, rollouts: !query.offset, group: id === undefined && query.step === undefined }[view];
-  if (!busy && now() !== before && follows) await show();
+  if (!busy && changed("last", "metrics", "generation") && follows) await show();
 }
 
 (async () => {

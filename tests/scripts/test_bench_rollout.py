@@ -102,7 +102,6 @@ def results():
 def test_the_report_by_hand(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.FRAME, "results", tmp_path / "results.json")
     monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
-    monkeypatch.setattr(bench.FRAME, "picture", tmp_path / "rollout.png")
     (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     with pytest.raises(SystemExit, match="Run without --report"):
         bench.main(["--report"])
@@ -115,5 +114,4 @@ def test_the_report_by_hand(tmp_path, monkeypatch):
         "2.50 (2.50 to 2.50) | 700 (700 to 700) |" in text
     )
     assert "| 1,024 | 0 s | 128.0 | 1,000 | - | - | 0.62 | 700 |" in text
-    assert "](rollout.png)" in text and bench.FRAME.picture.read_bytes().startswith(b"\x89PNG")
     assert "vLLM server (0.31.0)" in text

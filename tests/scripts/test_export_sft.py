@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -37,7 +37,7 @@ OUTCOME_REWARD_FUNCS = [exact_match_reward_func]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(folder of a run of two steps with examples before the question, its recipe, the rollouts it trained)."""
+    """(folder of a run of two steps with examples before the question, the rollouts that it trained)."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "examples.json").write_text(json.dumps([EXAMPLE]))
     recipe = yaml.safe_load((ROOT / "hf_recipes/tiny/calculator.yaml").read_text())
@@ -60,7 +60,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mt, "MTGRPOEnvTrainer", Kept)
         mt.main(["--config", str(folder / "recipe.yaml")])
-    return folder / "out", folder / "recipe.yaml", rollouts
+    return folder / "out", rollouts
 
 
 def exported(run, path, *options):
@@ -73,7 +73,7 @@ def test_ids_are_those_that_were_read_and_sampled(run, tmp_path):
     """Of each good rollout the row that the loss read: its ids, and 1 where its mask has 1."""
     rows = exported(run, tmp_path / "data.jsonl", "--min", "exact_match_reward_func=1")
     logged = [row for row in read_rollouts(run[0]) if row["rewards"]["exact_match_reward_func"] == 1.0]
-    good = [run[2][row["step"] * 16 + row["index"]] for row in logged]
+    good = [run[1][row["step"] * 16 + row["index"]] for row in logged]
     expected = {
         json.dumps(r.prompt_ids + r.completion_ids): [0] * len(r.prompt_ids) + r.loss_mask
         for r in good if str(r.stop_reason) not in ("max_tokens", "max_turns", "context_length")
@@ -98,57 +98,6 @@ def test_trl_trains_what_has_a_one(run, tmp_path):
     assert sorted(labels[labels != -100].tolist() for labels in batch["labels"]) == wanted
     trainer.train()
     assert trainer.state.global_step == 1
-
-
-def test_without_the_examples_the_sampled_ids_stay(run, tmp_path):
-    whole = exported(run, tmp_path / "whole.jsonl", "--min_reward", "1.0")
-    short = exported(run, tmp_path / "short.jsonl", "--min_reward", "1.0", "--config", run[1], "--without_examples")
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    assert len(whole) == len(short) > 0
-    for one, other in zip(whole, short):
-        cut = one["assistant_masks"].index(1), other["assistant_masks"].index(1)
-        assert one["input_ids"][cut[0] :] == other["input_ids"][cut[1] :]
-        assert one["assistant_masks"][cut[0] :] == other["assistant_masks"][cut[1] :]
-        read = tokenizer.decode(other["input_ids"][: cut[1]])
-        assert read.count("What is") == 1 and "2 * 3" not in read
-        assert tokenizer.decode(one["input_ids"][: cut[0]]).endswith(read[read.index("What is") :])
-
-
-def test_messages_and_tools(run, tmp_path):
-    rows = exported(run, tmp_path / "data.jsonl", "--min_reward", "1.0", "--form", "messages", "--config", run[1])
-    assert not any("tools" in row for row in rows)  # in the format xml the system message has them
-    first = rows[0]["messages"]
-    assert [message["role"] for message in first[:5]] == ["system", "user", "assistant", "user", "assistant"]
-    assert first[1]["content"] == "What is 2 * 3?" and first[-1]["content"].startswith("<answer>")
-    short = exported(run, tmp_path / "short.jsonl", "--min_reward", "1.0", "--form", "messages", "--config", run[1],
-                     "--without_examples")  # fmt: skip
-    assert [row["messages"][0] for row in short] == [row["messages"][0] for row in rows]
-    assert [row["messages"][1:] for row in short] == [row["messages"][5:] for row in rows]
-
-
-@pytest.mark.parametrize("tool_format", ["xml", "hermes"])
-def test_a_row_of_messages_renders_to_what_was_read(tool_format, tmp_path):
-    """With the columns that `SFTTrainer` gives to the chat template."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({
-        "model_name_or_path": str(ROOT / "hf_recipes/tiny/calculator-hermes-model"), "tool_format": tool_format,
-        "tools_script": str(ROOT / "tools/calculator.py"), "reward_fn": str(ROOT / "rewards/calculator_reward.py"),
-        "chat_template_kwargs": {"enable_thinking": False}, "use_cpu": True, "bf16": False,
-        "output_dir": str(tmp_path / "out"), "dataset_name": "arithmetic",
-    }))  # fmt: skip
-    found = export_sft.RecipeOfRun(str(recipe), without_examples=False)
-    prompt = found.env.with_system_prompt([{"role": "user", "content": "2 + 2?"}], None, found.tokenizer)
-    row = row_of("4", 1.0, messages=[*prompt, {"role": "assistant", "content": "4"}], records=1,
-                 num_prompt_messages=len(prompt))  # fmt: skip
-    (made,) = export_sft.exported([row], "messages", found, False)
-    rendered = found.tokenizer.apply_chat_template(
-        made["messages"][:-1], tools=made.get("tools"), add_generation_prompt=True, return_dict=False,
-        **made["chat_template_kwargs"],
-    )  # fmt: skip
-    assert rendered == found.env.prompt_ids(prompt, found.tokenizer) and ("tools" in made) == (tool_format == "hermes")
-    offered = json.dumps([{"type": "function", "function": {"name": "add"}}])
-    (made,) = export_sft.exported([{**row, "turns": [{"tools": offered}]}], "messages", None, False)
-    assert made["tools"] == json.loads(offered) and "chat_template_kwargs" not in made
 
 
 def row_of(text, reward, step=0, **changes):
@@ -178,33 +127,6 @@ def test_which_rollouts_are_taken():
     assert texts(None, {}, None) == ["b2", "b1"] and texts(None, {"right": -1.0}, None) == ["b2"]
 
 
-@pytest.mark.parametrize(("key", "file", "options", "error"), [
-    ("prompt_examples", "others.json", ["--without_examples"], "--without_examples: a prompt is not"),
-    ("tools_script", "game.py", ["--form", "messages"], ".*the tools of its environment are not in it"),
-])  # fmt: skip
-def test_what_cannot_be_exported(key, file, options, error, run, tmp_path):
-    """A recipe that is not the run's: the rows would have other prompts or tools."""
-    (tmp_path / "others.json").write_text(json.dumps([[EXAMPLE[0], EXAMPLE[-1]]]))
-    (tmp_path / "game.py").write_text("class Game:\n    def reset(self, **row): ...\n\nENVIRONMENT = Game\n")
-    recipe = yaml.safe_load(run[1].read_text()) | {key: str(tmp_path / file)}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(SystemExit, match=f"error: {error}"):
-        exported(run, tmp_path / "data.jsonl", *options, "--config", tmp_path / "recipe.yaml")
-
-
-def test_rollouts_of_several_records_are_said_to_be_left_out(run, tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    rows = list(read_rollouts(run[0]))
-    for row in rows[::2]:
-        row["records"] = 2
-    (tmp_path / "run/rollouts.rank0.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    export_sft.main([str(tmp_path / "run"), str(tmp_path / "data.jsonl"), "--form", "messages"])
-    said = capsys.readouterr().out
-    kept = export_sft.chosen(rows, None, {}, None)
-    left = sum(row["records"] == 2 for row in kept)
-    assert left and f"{left} rollouts of several records are left out\n{len(kept) - left} rows of" in said
-
-
 def test_each_record_is_a_row():
     """A history that was edited: two records, each with the ids that it began with."""
     turns = [
@@ -217,11 +139,6 @@ def test_each_record_is_a_row():
         {"input_ids": [1, 2, 3, 4, 5, 6], "assistant_masks": [0, 0, 1, 1, 0, 0]},
         {"input_ids": [1, 7, 8], "assistant_masks": [0, 0, 1]},
     ]  # a record of which nothing is trained gives no row
-    others = export_sft.ids_of({"turns": turns, "records": 3}, [0])
-    assert [row["input_ids"] for row in others] == [[0, 3, 4, 5, 6], [1, 7, 8]]
-    assert Dataset.from_list(list(export_sft.ids_of({"turns": turns[:2], "records": 1}, [0]))).to_list() == [
-        {"input_ids": [0, 3, 4, 5, 6], "assistant_masks": [0, 1, 1, 0, 0]}
-    ]
 
 
 def test_rollouts_with_images_are_refused(run, tmp_path, capsys):

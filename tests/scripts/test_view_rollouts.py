@@ -210,14 +210,13 @@ def test_a_new_run_in_the_folder_begins_anew(tmp_path):
     assert log.refresh() == 3 and {line["prompt"] for line in log.table({})["rows"]} == {"Newer?"}
 
 
-def test_a_sample_says_which(tmp_path):
-    """Whole steps, evenly spread, with the last one and all modes."""
-    log = log_of(write_log(tmp_path, [row(step, i, "?", [turn("x")]) for step in range(10) for i in range(4)]))
-    assert log.sample(40) == (list(range(1, 41)), "all 40 rollouts")
-    chosen, which = log.sample(20)
-    assert [log.rollout(number)["step"] for number in chosen[::4]] == [1, 3, 5, 7, 9]
-    assert which == "20 of 40 rollouts: one step in 2 (1, 3, 5, 7, ...)"
-    assert log.sample(3) == ([37, 38, 39], "the first 3 of step 9, of 40 rollouts")
+def test_a_page_in_one_file_has_the_last_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(view_rollouts, "MOST_ROLLOUTS", 3)
+    write_rollouts(tmp_path / "rollouts.rank1.jsonl", [row(0, 0, "?", [turn("x")], rank=1)])  # it is read last
+    which = view_rollouts.write_page([write_log(tmp_path, rows())], tmp_path / "page.html")
+    assert which == f"{tmp_path.name}: the newest 3 of 7 rollouts"
+    data = json.loads(re.search('id="data">(.*?)</script>', (tmp_path / "page.html").read_text())[1])
+    assert ids(data["rollouts"]) == [7, 5, 6]
 
 
 def changed(**columns):
