@@ -12,7 +12,6 @@ Words are what spaces separate: pages in languages without spaces are not split.
 
 import argparse
 import contextlib
-import fcntl
 import json
 import re
 import sys
@@ -87,51 +86,43 @@ def build(output: Path, name: str, config: str | None, splits: list[str], title:
     part, saved = Path(f"{output}.part"), Path(f"{output}.part.json")
     source = [name, config, splits, title, text]
     state: dict[str, Any] = {"of": source, "passages": 0, "bytes": 0, "seconds": 0.0, "position": None}
+    if output.exists():
+        raise ValueError(f"{output} exists. Delete it to make it again.")
+    if size := part.stat().st_size if part.exists() else 0:  # else there is nothing to continue
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            state |= json.loads(saved.read_text(encoding="utf-8"))
+        if not state["position"] or state["of"] != source or state["bytes"] > size:
+            raise ValueError(f"{part} is half of another corpus, or damaged, or {saved} is. Delete both.")
+    stream = concatenate_datasets([load_dataset(name, config, split=each, streaming=True) for each in splits])
+    stream.load_state_dict(state["position"] or stream.state_dict())
     output.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises BlockingIOError if another process writes it
-        size = file.seek(0, 2)
-        try:
-            if output.exists():
-                raise ValueError(f"{output} exists. Delete it to make it again.")
-            if size:
-                with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-                    state |= json.loads(saved.read_text(encoding="utf-8"))
-                if not state["position"] or state["of"] != source or state["bytes"] > size:
-                    raise ValueError(f"{part} is half of another corpus, or damaged, or {saved} is. Delete both.")
-            stream = concatenate_datasets([load_dataset(name, config, split=each, streaming=True) for each in splits])
-            stream.load_state_dict(state["position"] or stream.state_dict())
-            file.truncate(state["bytes"])
-            file.seek(0)
-            titles, began = {json.loads(line)["title"] for line in file}, time.monotonic() - state["seconds"]
+        file.truncate(state["bytes"])
+        file.seek(0)
+        titles, began = {json.loads(line)["title"] for line in file}, time.monotonic() - state["seconds"]
 
-            def save() -> None:
-                file.flush()
-                state.update(bytes=file.tell(), seconds=time.monotonic() - began, position=stream.state_dict())
-                Path(f"{saved}.new").write_text(json.dumps(state), encoding="utf-8")
-                Path(f"{saved}.new").replace(saved)
-                numbers = len(titles), state["passages"], state["bytes"] / 1e6, state["seconds"] / 60
-                print("{:,} pages, {:,} passages, {:,.1f} MB, {:.1f} minutes".format(*numbers), flush=True)
+        def save() -> None:
+            file.flush()
+            state.update(bytes=file.tell(), seconds=time.monotonic() - began, position=stream.state_dict())
+            Path(f"{saved}.new").write_text(json.dumps(state), encoding="utf-8")
+            Path(f"{saved}.new").replace(saved)
+            numbers = len(titles), state["passages"], state["bytes"] / 1e6, state["seconds"] / 60
+            print("{:,} pages, {:,} passages, {:,.1f} MB, {:.1f} minutes".format(*numbers), flush=True)
 
-            save()
-            for row in rows_of(stream):
-                for page, content in pages_of(row, title, text):
-                    lines = [] if page in titles else passages_of(page, content)
-                    titles.add(page)
-                    file.writelines(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-                    state["passages"] += len(lines)
-                if time.monotonic() - began - state["seconds"] >= SAVE_SECONDS:
-                    save()
-            save()
-            if not titles:
-                raise ValueError("there is no page with a title and a text.")
-            part.replace(output)
-            saved.unlink()
-        except (ValueError, OSError, RuntimeError):
-            if not size and not state["bytes"]:  # nothing to continue
-                part.unlink()
-                saved.unlink(missing_ok=True)
-            raise
+        save()
+        for row in rows_of(stream):
+            for page, content in pages_of(row, title, text):
+                lines = [] if page in titles else passages_of(page, content)
+                titles.add(page)
+                file.writelines(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
+                state["passages"] += len(lines)
+            if time.monotonic() - began - state["seconds"] >= SAVE_SECONDS:
+                save()
+        save()
+        if not titles:
+            raise ValueError("there is no page with a title and a text.")
+    part.replace(output)
+    saved.unlink()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -149,8 +140,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("name its splits, such as --split train.")
         build(args.output, args.dataset, config, args.split or ["train", "validation"], *columns)
     except (ValueError, OSError, RuntimeError) as error:
-        reason = f"another process writes {args.output}.part" if isinstance(error, BlockingIOError) else str(error)
-        sys.exit(f"error: no corpus from {args.dataset}: {' '.join(reason.split())}")
+        sys.exit(f"error: no corpus from {args.dataset}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit("stopped. Run the same command again to continue.")
     print(f"{args.output} is written. Index it: WIKI_SEARCH_CORPUS={args.output} python tools/wiki_search.py history")
