@@ -7,8 +7,7 @@
 Two processes have one trainer each, built once from the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns, never at once, and the order changes from pair to pair. Memory is measured after that, in two
 more processes, because it needs other settings of the C library. The result is ours / TRL's, in wall seconds and in
-CPU seconds of the whole process. With the tiny recipe the first step of a pair took 1.67 s and the second 1.95 s,
-whichever side took them. So two neighbouring pairs, of opposite orders, give one ratio, the geometric mean of theirs.
+CPU seconds of the whole process: of two neighbouring pairs, of opposite orders, the geometric mean.
 
 A step lasts from one `on_step_begin` of `train()` to the next. Generation is replaced in both by the same canned
 conversations, prepared anew for each step while nothing is timed. What is fair here, in both directions:

@@ -247,7 +247,7 @@ def test_which_servers_fit(client, setting, random_model):
 
 def test_raw_logprobs_are_refused(client, setting, monkeypatch):
     raw = client.server_info()
-    raw["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+    raw["model_config"]["logprobs_mode"] = "raw_logprobs"
     monkeypatch.setattr(client, "server_info", lambda: raw)
     with pytest.raises(ServerError, match="logprobs-mode raw_logprobs"):
         check_server(client, *setting)
