@@ -110,9 +110,10 @@ def test_what_the_api_says_of_an_answer():
         assert [model.id async for model in own.models.list()] == ["policy", "policy-frozen"]
         assert (await own.models.retrieve("policy-frozen")).display_name == "policy-frozen"
         for change in (
-            {"mcp_servers": [{"url": "http://x"}]}, {"messages": [user("a"), assistant("b")]},
+            {"mcp_servers": [{"url": "http://x"}]},
+            {"messages": [user("a"), assistant("b")]},
             {"tools": [{"name": "<|im_end|>", "input_schema": {}}]},
-        ):  # fmt: skip
+        ):
             with pytest.raises(anthropic.BadRequestError):
                 await create(own, [user("a")], extra_body=change)
 
