@@ -358,6 +358,9 @@ def test_tokens_that_overlap_are_all_broken():
     tokenizer = tokenizer_of("qwen3")
     assert neutralise("[/a]b[", tokenizer, pattern_of({"[/a]", "]b["})) == "[ /a] b["
     assert pattern_of({"<a>", "<a>b", "c"}).findall("<a>bc<a>") == ["<a>b", "c", "<a>"]
+    tokens = [f"<{k}>" for k in range(30)]  # in an order of its own: processes have other hashes
+    expected = "|".join(sorted(tokens, key=lambda t: (-len(t), t)))
+    assert pattern_of(tokens).pattern == pattern_of(tokens[::-1]).pattern == expected
 
 
 def test_tuples_of_texts_are_read_as_lists():

@@ -24,7 +24,7 @@ from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from tokenizers import pre_tokenizers
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.environments import EnvironmentFailure, Environments, read_reply
+from mt_grpo.conversation.environments import EnvironmentFailure, Environments, first_unknown, num_ids, read_reply
 from mt_grpo.conversation.tools.signature import as_tool, describe_tools, tool_schema
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
@@ -402,6 +402,18 @@ def test_what_is_no_reply_ends_the_rollout(reply, message):
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
 
 
+def test_ids_of_a_vocabulary_may_have_gaps():
+    """By hand: three tokens, the greatest id is 7. A length of 3 would call 7 unknown. What is added later counts."""
+
+    class Vocabulary(dict):
+        __hash__, get_vocab = object.__hash__, dict.copy
+
+    tokenizer = Vocabulary({"a": 0, "b": 1, "<end>": 7})
+    assert num_ids(tokenizer) == 8 and first_unknown([0, 7, 1], 8) is None and first_unknown([0, 8], 8) == 8
+    tokenizer["<tool>"] = 11
+    assert num_ids(tokenizer) == 12
+
+
 class Slow:
     """Its first call goes on behind its time limit until a second one begins, or for a second and a half."""
 
@@ -510,6 +522,34 @@ def test_close_runs_where_the_server_dies():
     assert sorted(Closes.closed) == [1, 2]
 
 
+def test_an_environment_that_nobody_waits_for_is_closed():
+    """Its conversation is cancelled while it is made."""
+    ready, go, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Counter):
+        def __init__(self):
+            super().__init__()
+            ready.set()
+            assert go.wait(30)
+
+        async def close(self):
+            closed.set()
+
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Slow)
+    (rollout,) = env.start(["a"], rows=[{}])
+
+    async def cancelled():
+        task = asyncio.create_task(env.converse(rollout, Scripted([[]])))
+        await asyncio.to_thread(ready.wait, 30)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    env.close([rollout])
+    go.set()
+    assert closed.wait(20)
+
+
 def test_an_environment_whose_call_was_given_up_is_not_used_again():
     """The call may still change it."""
 
@@ -559,6 +599,15 @@ def test_the_column_that_chooses_an_environment_is_not_passed_to_reset():
     rows = [{"environment": "strict", "start": 4}]
     _, (rollout,), _ = run({"strict": Strict}, [[ANSWER]], rows)
     assert rollout.error is None and rollout.reward == 4.0
+
+    class Reads(Counter):
+        def reset(self, environment: str, method: str, rollout: str) -> str:  # names that functions of ours have too
+            super().reset()
+            return f"{environment} {method}, {rollout}"
+
+    row = {"environment": "forest", "method": "by hand", "rollout": "third"}
+    _, (rollout,), _ = run(Reads, [[ANSWER]], [row], prompt="In the ")  # it chooses nothing
+    assert rollout.first_messages == [{"role": "user", "content": "In the forest by hand, third"}]
 
 
 def hermes(*calls):

@@ -1,4 +1,4 @@
-"""Prompts of a batch: each is rendered once, and is what a rendering of its own gives."""
+"""Prompts of a batch: each is what its row gives alone, and no rollout can change that of another one."""
 
 import copy
 import json

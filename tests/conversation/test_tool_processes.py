@@ -62,6 +62,8 @@ def leave(how: str) -> str:
 
 def lock() -> str:
     '''Backtracks for years, with the interpreter lock held.'''
+    if "MARK" in os.environ:
+        open(os.environ["MARK"] + "/locked", "w").close()
     return str(re.match(r"(a+)+$", "a" * 60 + "b"))
 
 def give(what: str) -> str:
@@ -215,13 +217,14 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
         "from mt_grpo.recipe.plugins import load_tools\n"
         "from mt_grpo.conversation.tools.running import run_tool\n"
         f"tool = load_tools({str(path)!r}, isolate=True)[2]\n"
-        "print('started', flush=True)\n"
         "asyncio.run(run_tool(tool, {}, 60))\n"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(mt.__file__).parent)
-    trainer.stdout.readline()
-    while not (pids := children(trainer.pid)):
+    environ, folder = {**os.environ, "MARK": str(tmp_path)}, Path(mt.__file__).parent
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environ)
+    while not (tmp_path / "locked").exists():
         time.sleep(0.05)
+    pids = children(trainer.pid)
+    assert pids
     trainer.kill()
     trainer.wait()
     assert all(map(ends, pids))

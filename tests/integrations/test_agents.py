@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.integrations.agents import conversation as openai_agent, programs, server as agent_server
+from mt_grpo.integrations.agents.chains import Asked
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.integrations.agents.session import AgentSession
@@ -67,6 +69,7 @@ def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, 
     if rollout.error is not None and not fails:
         raise rollout.error
     llm.verify(rollout)
+    assert all(turn.logprobs == [-j / 64 for j in range(len(turn.token_ids))] for turn in rollout.turns)
     return rollout, llm
 
 
@@ -423,6 +426,16 @@ def test_an_answer_that_nobody_received_is_not_trained():
     assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
 
 
+def test_retries_of_equal_requests_join_different_ones():
+    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
+    equal = [Asked("x", range(k, k + 1), True, waiting=1) for k in range(2)]
+    session = types.SimpleNamespace(_asked=[Asked("y", range(2, 3), True, waiting=1), *equal])
+    joined = [AgentSession._asked_before(session, "x") for _ in range(4)]
+    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
+    equal[1].waiting = 0
+    assert AgentSession._asked_before(session, "x") is equal[1]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_answers(stream):
     """Each is a turn and a branch of its own; the prompt of all counts once."""
@@ -749,6 +762,22 @@ def test_a_reward_names_its_answer():
     assert rewards == {"a": 0.25, "b": 0.5, "c": 0.125, "d": 3.0, "e": 3.0, "f": 4.0}
     assert [turn.reward for turn in rollout.turns][-2:] == [None, 4.0]
 
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        running = asyncio.ensure_future(ask(client, [user("side")]))
+        while llm.began < 2:
+            await asyncio.sleep(0.01)
+        client.reward(0.5)  # the only one that was received, and it was alone
+        said = await client.chat.completions.create(model="policy", messages=[user("b")])
+        with pytest.raises(ValueError, match="several answers were open"):
+            client.reward(0.25)
+        client.reward(0.25, said)
+        await running
+
+    llm = scripted("1", "2", "3", seconds=0.1)
+    rollout, _ = run(agent, llm=llm)
+    assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.25]
+
 
 def test_a_reward_is_of_a_turn_that_is_trained():
     """A judge that is the same policy, frozen, is asked in between: its turn is not the one that is meant."""
@@ -977,6 +1006,15 @@ def test_commands_of_one_run_do_not_see_each_other(tmp_path):
     env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
     rollouts = env.generate([[]] * 2, scripted("1"), rows=[{}] * 2)["rollouts"]
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0], rollouts[0].error
+
+
+def test_that_commands_are_not_isolated_is_told(monkeypatch, caplog):
+    programs.apart.cache_clear()
+    monkeypatch.setattr(programs, "OWN_PROCESSES", ["--no-such-option"])
+    try:
+        assert not programs.apart() and "are not isolated from each other" in caplog.text
+    finally:
+        programs.apart.cache_clear()
 
 
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"

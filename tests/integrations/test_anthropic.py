@@ -109,6 +109,13 @@ def test_what_the_api_says_of_an_answer():
             said.append(await create(own, [user(question)], **options))
         assert [model.id async for model in own.models.list()] == ["policy", "policy-frozen"]
         assert (await own.models.retrieve("policy-frozen")).display_name == "policy-frozen"
+        for change in (
+            {"mcp_servers": [{"url": "http://x"}]},
+            {"messages": [user("a"), assistant("b")]},
+            {"tools": [{"name": "<|im_end|>", "input_schema": {}}]},
+        ):
+            with pytest.raises(anthropic.BadRequestError):
+                await create(own, [user("a")], extra_body=change)
 
     rollout, llm = run(agent, f"{THINKS}Now.\n{CALL}\n{CALL}", "1 2 3 4 5 6", "1 END STOP 2", "", "Done.", CALL)
     assert [block.type for block in said[0].content] == ["thinking", "text", "tool_use", "tool_use"]

@@ -331,6 +331,10 @@ def test_lists_of_tools_have_pages_and_no_name_twice(tmp_path):
     assert tool_schema("sub", tool)["function"] == {  # `true` is JSON schema's word for any value
         "name": "sub", "description": "sub of twice.", "parameters": {"type": "object", "properties": {"x": True}}
     }  # fmt: skip
+    with pytest.raises(ValueError, match="offers no tool 'sub'"):
+        tools_of(tmp_path, {"a": listing("add") | {"tools": ["add", "sub"]}})
+    with pytest.raises(ValueError, match="offer no tools"):
+        tools_of(tmp_path, {"none": listing()})
     two = {"a": listing("add", "draw"), "b": listing("add", "show")}
     with pytest.raises(ValueError, match="two tools 'add'. Choose by a list `tools`"):
         tools_of(tmp_path, two)

@@ -131,6 +131,20 @@ def test_reasoning_is_kept_where_a_record_begins():
     assert len(set(read)) == 1 and "<think>\nHm.\n</think>" in read[0] and "A." not in read[0], read
 
 
+def test_an_answer_is_not_read_twice():
+    """Neither behind its own id nor as an item that is sent twice."""
+
+    async def agent(row, client):
+        said = await respond(client, "a", tools=[FLAT])
+        item = said.output[0]
+        behind = {"input": [item.to_dict(), user("b")], "previous_response_id": said.id}
+        for more in (behind, {"input": [user("a"), reference(item), item.to_dict()]}):
+            answer = await post(client, {"model": "policy", **more})
+            assert answer.status_code == 400 and "Duplicate item" in answer.json()["error"]["message"], answer.text
+
+    run(agent, "It is 2.")
+
+
 def test_what_another_conversation_was_answered_is_refused():
     """Its ids name it: `resp_...` of one rollout is not taken for that of the other at the same place."""
     seen = {}
@@ -195,6 +209,24 @@ def test_tools_of_openais_servers_are_left_out_and_told_once(caplog, monkeypatch
     assert [text.count('"name"') for text in read] == [1, 1, 0, 1] and '"sums__add"' in read[3]
     assert "<tools>" not in read[2] and not any(tool["type"] in read[0] for tool in OF_OPENAI)
     assert len([line for line in caplog.messages if "An agent offered a tool" in line]) == len(OF_OPENAI) + 1
+
+
+REFUSED = [  # a change of a request, and the parameter that the error names
+    ({"tools": [SPACE, {**FLAT, "name": "sums__add"}]}, "tools"),
+    ({"background": True}, "background"),
+    ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0]"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "g"}]}, "input[0].encrypted_content"),
+]
+
+
+def test_what_cannot_be_served_is_refused():
+    async def agent(row, client):
+        for change, param in REFUSED:
+            answer = await post(client, {"model": "policy", "input": "a", **change})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        await respond(client, "a")
+
+    assert len(run(agent, "1")[0].turns) == 1
 
 
 CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"a": 1, "b": "x"}'}

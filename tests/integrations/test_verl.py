@@ -429,10 +429,22 @@ def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
     assert talk._instance_dict == {}
 
 
-def test_a_bad_yaml_is_rejected(tmp_path):
-    text = "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]"
-    with pytest.raises(ValueError, match="^tools_config_file: .*argument 'create_kwarg_from'"):
+BAD_YAML = {
+    "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]": "argument 'create_kwarg_from'",
+    "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]": "are called 'count'",
+}
+
+
+@pytest.mark.parametrize("text", BAD_YAML)
+def test_a_bad_yaml_is_rejected(tmp_path, text):
+    with pytest.raises(ValueError, match=f"^tools_config_file: .*{BAD_YAML[text]}"):
         build(tools_config_file=counter(tmp_path, NEW, text))
+
+
+def test_another_environment_is_rejected(tmp_path):
+    (tmp_path / "other.py").write_text("class Other:\n    def reset(self, **row):\n        pass\n")
+    with pytest.raises(ValueError, match="another one"):
+        build(tools_config_file=counter(tmp_path, NEW), environment=f"{tmp_path}/other.py:Other")()
 
 
 def test_names_that_clash_are_rejected(tmp_path):

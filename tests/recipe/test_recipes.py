@@ -123,6 +123,8 @@ def test_recipe_parses_for_its_number_of_processes(path, monkeypatch):
 def test_header_starts_a_server_that_fits(path):
     """What the trainer's own check of a server does not ask for."""
     text, recipe = header(path), read(path)
+    if "NUM_SERVERS" not in text:  # else train.sh starts them as the recipe needs them
+        assert f" {recipe['model_name_or_path']} " in text and f"--host {recipe['vllm_server_host']}" in text
     if recipe.get("rollout_engine") == "sglang":
         assert "images" not in text or ("SGLANG_VLM_CACHE_SIZE_MB=0" in text and "MM_AVOID_RETOKENIZE=1" in text)
     for length in re.findall(r"--(?:max-model-len|context-length) (\d+)", text):
@@ -752,6 +754,7 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     "code, message",
     [
         ("TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
+        ("TOOL_FUNCTIONS = []", "is empty"),
         (TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         (TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
     ],

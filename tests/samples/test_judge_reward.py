@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,14 +34,24 @@ class JudgeServer(FaultProxy):
 
     def __init__(self):
         super().__init__("", self.answer)
-        self.reply, self.prompts, self.bodies, self.peak = "7", [], [], 0
+        self.reply, self.prompts, self.bodies = "7", [], []
+        self.in_flight, self.peak, self.least = 0, 0, 0  # answers wait until so many requests were there at a time
+
+    async def _handle(self, incoming):
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        try:
+            while self.peak < self.least:
+                await asyncio.sleep(0.01)
+            return await super()._handle(incoming)
+        finally:
+            self.in_flight -= 1
 
     def answer(self, request):
         if request.method == "GET":
             return status(200, json.dumps({"object": "list", "data": [{"id": "judge-model"}]}))
         self.bodies.append(request.payload)
         self.prompts.append(request.payload["messages"][-1]["content"])
-        self.peak = max(self.peak, sum(each.status is None for each in self.requests))
         reply = self.reply(self.prompts[-1]) if callable(self.reply) else self.reply
         return reply if isinstance(reply, Fault) else said(reply)
 
@@ -155,7 +166,8 @@ def test_identical_requests_are_asked_once_and_count_as_one_reply(judge, server)
 
 def test_no_more_requests_at_a_time_than_allowed(judge, server, monkeypatch):
     monkeypatch.setenv("JUDGE_CONCURRENCY", "3")
-    server.reply = said("7", delay=0.3)
+    monkeypatch.setenv("JUDGE_MODEL", "judge-model")
+    server.least, server.reply = 3, said("7", delay=0.1)  # time for one too many to arrive
     assert grade_calls(judge, 8) == [0.7] * 8 and server.peak == 3
 
 
@@ -295,8 +307,12 @@ def test_the_first_failure_and_reward_timeout_end_the_requests_that_wait(judge, 
     server.reply = lambda prompt: status(400, "") if "call 3" in prompt else said("7", delay=3600)
     with pytest.raises(RuntimeError, match="400"):
         grade_calls(judge, 6)
+    while server.in_flight:
+        time.sleep(0.01)
     with pytest.raises(RuntimeError, match="judged_turn_reward_func took longer"):
         run_rewards([judge.judged_turn_reward_func], columns([[call("Rollo")]]), 0.3)
+    while server.in_flight:
+        time.sleep(0.01)
 
 
 def test_the_key_is_sent_and_never_shown(judge, server, monkeypatch):
