@@ -61,13 +61,13 @@ TURN_RETURN = [
 MEAN = 25.25 / 7
 MERGED = [[6.0 - MEAN] * 3, [1.75 - MEAN] * 2, [1.75 - MEAN], [3.75 - MEAN] * 3, [5.25 - MEAN] * 2, [3.5 - MEAN] * 2,
           [3.25 - MEAN], [0.0, 0.0]]  # fmt: skip
-# One group of eight, by turn: R^O, the return of turn 0 around 6.5 / 7, and per rollout around 1.25. All first turns
-# are in one state, and no other state is of two turns.
+# One group of eight, by turn: R^O, the returns, and per rollout around 1.25. Turn 0 is in one state by its tokens, the
+# others by the key: returns around 6.5 / 7, 4 / 5 and 1 / 2.
 GIGPO = [
-    [o - 10 / 7 + 0.5 * (r - 6.5 / 7 + p), *[o - 10 / 7] * (len(kinds) - 1)]
-    for o, r, p, kinds in zip(
-        [3.0, 0.5, 0.5, 1.5, 3.0, 0.5, 1.0], [0.8125, 1.25, 0.5, 0.6875, 1.25, 1.0, 1.0],
-        [0.5, 0.0, -0.5, -0.75, 0.0, 0.75, 0.0], CONVERSATIONS,
+    [o - 10 / 7 + 0.5 * (r - mean + p * (k == 0)) for k, (r, mean) in enumerate(zip(returns, (6.5 / 7, 0.8, 0.5)))]
+    for o, p, returns in zip(
+        [3.0, 0.5, 0.5, 1.5, 3.0, 0.5, 1.0], [0.5, 0.0, -0.5, -0.75, 0.0, 0.75, 0.0],
+        [[0.8125, 0.625, 0.25], [1.25, 0.0], [0.5], [0.6875, 1.375, 0.75], [1.25, 2.0], [1.0, 0.0], [1.0]],
     )
 ] + [[0.0, 0.0]]  # fmt: skip
 # Standard deviations of the two groups: sqrt(4.1875 / 3) and sqrt(3.5 / 2), and 1e-4.
@@ -177,6 +177,11 @@ FUNCS = [turn_a, turn_b, rollout_a, rollout_b], [outcome_a, outcome_b]
 NAMES = [func.__name__ for func in FUNCS[0] + FUNCS[1]]
 
 
+def state_key(turns):
+    """A text, whose hash differs from process to process; None for the first turn, whose tokens are its state."""
+    return f"after {len(turns)}" if turns else None
+
+
 def make_trainer(model, out, funcs=FUNCS, **changes):
     args = dict(
         output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
@@ -184,7 +189,7 @@ def make_trainer(model, out, funcs=FUNCS, **changes):
         disable_tqdm=True, save_strategy="no", log_rollouts=8, max_steps=1, logging_steps=1,
     )  # fmt: skip
     return MTGRPOEnvTrainer(
-        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=2),
+        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=2, state_key=state_key),
         turn_reward_funcs=funcs[0], outcome_reward_funcs=funcs[1],
         turn_advantage_coef=changes.pop("turn_advantage_coef", None),
         turn_reward_weights=TURN_WEIGHTS[: len(funcs[0])], outcome_reward_weights=OUTCOME_WEIGHTS[: len(funcs[1])],

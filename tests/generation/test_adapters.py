@@ -91,6 +91,14 @@ def merged(trainer):
     return model.eval()
 
 
+def change_adapter(trainer):
+    """As a step does: `lora_B` begins at 0, where an adapter changes nothing."""
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.02
+
+
 def logprobs_of(model, ids):
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
@@ -138,10 +146,7 @@ def test_turns_in_flight_end_with_the_adapter_that_they_began_with(adapters, tmp
     prompt = trainer.processing_class("What is 12 * 34?").input_ids
 
     def push(number):
-        with torch.no_grad():
-            for name, parameter in trainer.model.named_parameters():
-                if "lora_B" in name:
-                    parameter += 0.02
+        change_adapter(trainer)
         trainer._weight_counter.version = number
         sync.sync(f"{trainer.client.instance}-{number}", lambda: None, lambda: None)
 
@@ -245,16 +250,21 @@ def test_an_adapter_on_other_weights_is_merged_or_refused(adapters, tmp_path, ca
 
 
 def test_where_a_reward_asks_the_policy_an_adapter_is_merged(adapters, tmp_path, caplog):
-    """A server scores without adapters."""
+    """A server scores without adapters: what it says is the policy's only with merged weights."""
 
     def asks(rollout_turns, policy, **kwargs):
         return [0.0] * len(rollout_turns)
 
     trainer = make_trainer(adapters.port, tmp_path, peft_config=LoraConfig(**LORA), reward=asks)
-    trainer._sync_weights()
-    assert "since a reward function asks the policy, and a server scores without adapters" in caplog.text
-    assert versions(adapters, trainer) == []
-    put(adapters, 1.0, "default")
+    change_adapter(trainer)
+    ids = [(7 * i * i) % 300 + 20 for i in range(60)]
+    try:
+        trainer._sync_weights()
+        assert "since a reward function asks the policy, and a server scores without adapters" in caplog.text
+        assert versions(adapters, trainer) == []
+        assert trainer.client.servers[0].score(ids) == pytest.approx(logprobs_of(merged(trainer), ids), abs=1e-4)
+    finally:
+        put(adapters, 1.0, "default")
 
 
 @pytest.mark.parametrize("version, fits", [("0.31.0", True), ("0.32.0+cpu", True), ("0.30.2", False),

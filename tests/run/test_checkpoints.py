@@ -96,6 +96,13 @@ def test_a_checkpoint_of_a_model_alone_is_refused(copy, part):
         MTGRPOConfig(str(copy / "out"), resume_from_checkpoint="last", bf16=False, use_cpu=True)
 
 
+def test_a_checkpoint_of_an_older_version_is_refused(random_model, copy):
+    """Its prompts in flight would be lost."""
+    (copy / "out/checkpoint-2/mt_grpo_in_flight.json").write_text("{}")
+    with pytest.raises(ValueError, match="checkpoint-2 is of an older version"):
+        make_trainer(random_model, copy).train(resume_from_checkpoint=str(copy / "out/checkpoint-2"))
+
+
 # What is otherwise
 
 
@@ -107,19 +114,28 @@ def test_a_resumed_run_lists_what_differs(random_model, copy, caplog):
     """One warning with all of it; what the optimizer's state keeps, and what changes the order, is marked."""
     trainer = make_trainer(
         random_model, copy, prompts=PROMPTS[:4], max_steps=6, learning_rate=1e-2, seed=8, turn_advantage_coef=0.5,
-        credit_assignment="turn_return", save_steps=3, logging_steps=2,
+        credit_assignment="turn_return", save_steps=3, logging_steps=2, num_generations=2, num_iterations=2,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=str(copy / "out/checkpoint-2"))
     (said,) = warnings_of(caplog, "was trained with other settings")
     lines = [line.strip() for line in said.splitlines()[1:]]
     assert sorted(line.partition(":")[0] for line in lines) == [
-        "credit_assignment", "dataset_rows", "dataset_sha256", "learning_rate", "max_steps", "seed",
-        "turn_advantage_coef",
+        "credit_assignment", "dataset_rows", "dataset_sha256", "learning_rate", "max_steps", "num_generations",
+        "num_iterations", "prompts_per_batch", "seed", "steps_per_batch", "turn_advantage_coef",
     ]  # fmt: skip
     assert {"max_steps: 4 -> 6", "credit_assignment: 'mt_grpo' -> 'turn_return'"} < set(lines)
     assert [line.split()[0] for line in lines if "no effect" in line] == ["learning_rate:"]
-    assert sum("the order of the prompts changes" in line for line in lines) == 3
+    assert sum("the order of the prompts changes" in line for line in lines) == 5
     assert [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row][-1] == 1e-3
+
+
+def test_a_run_that_is_resumed_at_its_end_says_so(random_model, copy, caplog):
+    trainer = make_trainer(random_model, copy, max_steps=3)
+    trainer.train(resume_from_checkpoint=True)
+    (said,) = warnings_of(caplog, "Nothing was trained")
+    assert f"{copy / 'out/checkpoint-4'} is of step 4, and the run ends at step 3." in said
+    whole = load_file(copy / "out/checkpoint-4/model.safetensors")
+    assert all(torch.equal(each, whole[name]) for name, each in trainer.model.named_parameters())
 
 
 def test_the_last_checkpoint_is_the_last_one_that_was_written_to_its_end(copy):
@@ -424,6 +440,14 @@ def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, mon
     make_trainer(random_model, tmp_path, save_steps=100).train(resume_from_checkpoint="last")  # it can go on
 
 
+def test_weights_of_8_bits_are_no_obstacle():
+    """torch cannot tell whether they are finite. They are those of a quantised base, which LoRA leaves as they are."""
+    layer = torch.nn.Linear(2, 2)
+    layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    layer.bias.data[1] = float("inf")
+    assert weights_not_finite(layer) == ["bias"]
+
+
 def test_fp16_skips_steps_and_not_for_ever(random_model, tmp_path, monkeypatch):
     """Its scaler skips a step whose scaled gradient overflows, and finds a scale; without end it is no scale."""
     trainer = make_trainer(random_model, tmp_path)
@@ -488,6 +512,40 @@ def test_an_interrupted_evaluation_is_made_up_for(random_model, tmp_path, capsys
     assert resumed.state.best_global_step == whole.state.best_global_step == 2
     assert resumed.state.best_model_checkpoint == str(tmp_path / "parts/out/checkpoint-2")
     assert not resumed.args.eval_on_start
+
+
+def test_a_stop_in_the_second_micro_batch_does_not_matter(random_model, tmp_path):
+    """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
+
+    def run(name, prepare=lambda trainer: None, **changes):
+        settings = dict(gradient_accumulation_steps=2, steps_per_generation=1, save_strategy="no")
+        trainer = make_trainer(random_model, tmp_path / name, **settings | changes)
+        prepare(trainer)
+        train_or_save(trainer)
+        keys = ("step", "reward", "loss", "num_tokens")
+        return [[row[key] for key in keys] for row in trainer.state.log_history if "reward" in row]
+
+    def stop(trainer):
+        calls, score = [], trainer._score
+
+        def stopped(*args):
+            calls.append(args)
+            if len(calls) == 6:  # two in each step
+                os.kill(os.getpid(), signal.SIGTERM)
+            return score(*args)
+
+        trainer._score = stopped
+
+    stale = tmp_path / "parts/out/checkpoint-2/trainer_state.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("another run's")
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        run("parts", stop)
+    assert json.loads(stale.read_text())["global_step"] == 2
+    resumed, whole = run("parts", resume_from_checkpoint="last"), run("whole")
+    assert len(resumed) == len(whole) == 4
+    for row, expected in zip(resumed, whole, strict=True):
+        assert row == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [4, 8])

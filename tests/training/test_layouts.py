@@ -12,6 +12,7 @@ from test_trainer import PROMPTS, make_trainer
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
+from mt_grpo.base.errors import RunError
 from mt_grpo.training import layouts, shared_prompts
 from mt_grpo_trainer import MTGRPOEnvTrainer
 
@@ -225,6 +226,21 @@ def test_masks_are_forgotten(random_model, tmp_path):
         trainer.train()
     held = [row for row in made if row._masks]
     assert len(made) > 6 and len(held) <= 1  # of the last pass
+
+
+def test_a_pass_that_does_not_fit_names_what_makes_it_smaller(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, max_tokens_per_pass=400)
+    own = trainer.model.base_model.forward
+
+    def forward(*args, **kwargs):
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+        return own(*args, **kwargs)
+
+    trainer.model.base_model.forward = forward
+    with pytest.raises(RunError, match="does not fit .* max_tokens_per_pass"):
+        trainer.train()
+    assert 0 < trainer.layout.begun.num_tokens <= 400
 
 
 def test_an_evaluation_is_read_in_passes_too(random_model, tmp_path):

@@ -11,7 +11,9 @@ from refill_run import make
 
 from mt_grpo.base.errors import RunError, RunStopped
 from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.rollout import Rollout
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo_trainer import MTGRPOConfig, RewardTable
 
 
@@ -219,6 +221,17 @@ def test_a_rank_without_a_place_to_fill_takes_part_once(random_model, tmp_path):
     with pytest.raises(ValueError, match="fills? the (model's )?context"):
         trainer._start_rollouts(rows, [0, 1])
     assert asked == [False]  # ranks meet behind it, before any of them samples
+
+
+def test_a_column_of_another_length_has_no_places():
+    def short(prompts, log_extra, **kwargs):
+        log_extra("said", [1])
+        return [0.0] * len(prompts)
+
+    batch = Batch([{"prompt": []}] * 3, 1, rollouts=[Rollout([], []) for _ in range(3)])
+    columns = {"trainer_state": None, "log_extra": batch.add_extra, "log_metric": print}
+    with pytest.raises(ValueError, match="got 1 values, expected one for each of 2"):
+        RewardFunctions([short], [1.0], 0).score(batch, columns, 60.0, torch.device("cpu"), [False, True, True])
 
 
 def test_with_staleness_it_needs_admission():

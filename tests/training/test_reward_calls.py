@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import json
 import os
 import random
 import signal
@@ -159,6 +160,29 @@ def test_the_first_error_is_raised_also_of_async_ones_and_system_exit_ends_no_ru
         scored(leaves, broken)
 
 
+def reads(text, **kwargs):
+    json.loads("{")
+
+
+class Reads:
+    __call__ = reads
+
+
+@pytest.mark.parametrize("func", [functools.partial(reads, "{"), Reads()], ids=["partial", "object"])
+def test_an_error_of_a_partial_or_an_object_has_the_line_of_its_own_file(func):
+    ((func,),) = named_apart([func])
+    with pytest.raises(RuntimeError, match=rf"JSONDecodeError.*{Path(__file__).name}, line \d+, which called .*json"):
+        scored(func)
+
+
+def test_what_ends_a_process_ends_with_its_reward(monkeypatch):
+    calls = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *a, **k: calls.append((a, k)))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: calls.append("cancelled"))
+    scored(lambda **kwargs: calls.append("called") or [1.0, 1.0], timeout=5.0)
+    assert calls == [((35.0,), {"exit": True, "file": 2}), "called", "cancelled"]
+
+
 def test_async_ones_wait_beside_the_others_and_values_keep_their_places():
     begun, local_begun = threading.Event(), threading.Event()
 
@@ -276,6 +300,8 @@ def test_a_reward_that_seeds_changes_nothing_of_the_run(draw, seed, state_of):
     first, second = values(0), values(1)
     assert str(state_of()) == before and torch.initial_seed() == 42
     assert first == values(0) != second
+    batch.num_rounds = 1
+    assert values(0) != first  # a round of its step has its own
 
 
 def test_a_turn_is_paid_for_all_its_results_and_for_none_where_none_pays():
