@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import psutil
@@ -52,8 +52,8 @@ def on_two_threads(function) -> list:
 
         return function(rank, gather)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
+    with ThreadPool(2) as pool:  # its threads are daemons: two that wait for each other hold no process
+        return pool.map(run, range(2))
 
 
 def on_two_ranks(script, *arguments, **env) -> tuple[int, str]:
