@@ -7,11 +7,13 @@ import os
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import psutil
 import warm_python
+
+from mt_grpo.base.event_loop import LOOP_THREAD, background_loop
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -40,6 +42,7 @@ def ends(pid: int, seconds: float = 60.0) -> bool:
 
 def on_two_threads(function) -> list:
     """What `function(rank, gather)` gives on each of two ranks, which are threads that meet in `gather(value)`."""
+    background_loop(LOOP_THREAD)  # else two threads that are the first to ask for it may make one each
     barrier, slots = threading.Barrier(2, timeout=20), [None, None]
 
     def run(rank):
@@ -52,8 +55,8 @@ def on_two_threads(function) -> list:
 
         return function(rank, gather)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
+    with ThreadPool(2) as pool:  # its threads are daemons: two that wait for each other hold no process
+        return pool.map(run, range(2))
 
 
 def on_two_ranks(script, *arguments, **env) -> tuple[int, str]:
