@@ -13,8 +13,6 @@ from pathlib import Path
 import psutil
 import warm_python
 
-from mt_grpo.base.event_loop import LOOP_THREAD, background_loop
-
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 # As PYTHONPATH: what a test can import (pyproject.toml's pythonpath).
@@ -42,7 +40,6 @@ def ends(pid: int, seconds: float = 60.0) -> bool:
 
 def on_two_threads(function) -> list:
     """What `function(rank, gather)` gives on each of two ranks, which are threads that meet in `gather(value)`."""
-    background_loop(LOOP_THREAD)  # else two threads that are the first to ask for it may make one each
     barrier, slots = threading.Barrier(2, timeout=20), [None, None]
 
     def run(rank):

@@ -12,7 +12,7 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.event_loop import LOOPS
 from mt_grpo.rollout import Generation, Rollout, StopReason, hash_of_ids
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -255,7 +255,7 @@ def within(function, seconds: float = 60.0):
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        background_loop.cache_clear()
+        LOOPS.clear()
         pytest.fail(f"hangs (waited {seconds:g} s)")
     if "error" in outcome:
         raise outcome["error"]

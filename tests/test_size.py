@@ -26,7 +26,7 @@ CEILINGS = {
     "script and package": 21682,
     "scripts": 8521,
     "tools and rewards": 2843,
-    "tests": 35662,
+    "tests": 35683,
     "docs": 3995,
     "recipes": 2566,
     "root": 437,
@@ -35,7 +35,7 @@ CEILINGS = {
     "data, bytes": 2181236,
     "own recipe keys": 60,
     "fmt: skip and fmt: off": 495,
-    "public names without a docstring": 43,
+    "public names without a docstring": 44,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import resource
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -14,18 +13,22 @@ from typing import Any
 LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
 
 
-@functools.cache
+LOOPS, STARTING = {}, threading.Lock()  # event loops by the names of their threads
+
+
 def background_loop(thread: str) -> asyncio.AbstractEventLoop:
     """The event loop of a daemon thread of this name, which is started once. A notebook's own loop may be running."""
-    loop = asyncio.new_event_loop()
+    with STARTING:  # two threads may ask for it first
+        if thread not in LOOPS:
+            LOOPS[thread] = asyncio.new_event_loop()
+            threading.Thread(target=run_forever, args=[LOOPS[thread]], name=thread, daemon=True).start()
+        return LOOPS[thread]
 
-    def run() -> None:
-        while True:
-            with suppress(SystemExit, KeyboardInterrupt):  # a task of an async tool raised it: the loop must go on
-                loop.run_forever()
 
-    threading.Thread(target=run, name=thread, daemon=True).start()
-    return loop
+def run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):  # a task of an async tool raised it: the loop must go on
+            loop.run_forever()
 
 
 def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:

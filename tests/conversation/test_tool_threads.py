@@ -3,12 +3,25 @@
 import asyncio
 import threading
 import time
+from multiprocessing.pool import ThreadPool
 
 import pytest
 from scripted import ADD, ANSWER, Scripted, add, call, make_env, run_many, verify, within
 
 from mt_grpo.base import errors
+from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.tools.running import HUNG, ToolsUnavailable, run_tool
+
+
+def test_threads_that_ask_first_get_one_loop():
+    everyone = threading.Barrier(8)
+
+    def first(_):
+        everyone.wait(30)
+        return background_loop("asked-for-first")
+
+    with ThreadPool(8) as threads:
+        assert len(set(threads.map(first, range(8), chunksize=1))) == 1
 
 
 def test_sync_tools_run_at_the_same_time():

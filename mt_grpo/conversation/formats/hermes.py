@@ -255,10 +255,8 @@ def accepts(schema: Any, value: Any) -> bool:
 
 def takes_text(schema: dict[str, Any]) -> bool:
     """Whether a JSON schema names text. Values of a schema without a type are parsed as JSON first."""
-    choices, options = (
-        [schema.get("const"), *schema.get("enum", [])],
-        [*schema.get("anyOf", []), *schema.get("oneOf", [])],
-    )
+    choices = [schema.get("const"), *schema.get("enum", [])]
+    options = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
     direct = "string" in (schema.get("type") or []) or any(isinstance(each, str) for each in choices)
     return direct or any(takes_text(each) for each in options if isinstance(each, dict))
 

@@ -119,9 +119,9 @@ async def run_tool(
         if thread is not None and thread.is_alive():
             thread.name = f"{HUNG}{name}"
             words = (
-                "The call goes on in its thread, which cannot be stopped (metric tools/hung_threads). Give the tool a"
+                "The call goes on in its thread, which cannot be stopped (metric tools/hung_threads). Give the tool"
             )
-            words += " time limit, or set isolate_tools: true to run TOOL_FUNCTIONS in processes, which are killed."
+            words += " a time limit, or set isolate_tools: true to run TOOL_FUNCTIONS in processes, which are killed."
             tell_once(f"{name} took longer than {timeout:g} s. {words}", f"hung {name}")
         if (given_up := GIVEN_UP.get()) is not None:
             given_up.append(done)

@@ -293,9 +293,8 @@ def check_tool(tool: Callable) -> None:
     try:
         tool_schema(name, tool)
     except Exception as error:  # a class's own hooks may raise anything
-        raise ValueError(
-            f"Tool {name}: pydantic finds no JSON schema of its parameters: {error_line(error)}."
-        ) from error
+        words = f"Tool {name}: pydantic finds no JSON schema of its parameters: {error_line(error)}."
+        raise ValueError(words) from error
 
 
 class JsonSchema(BaseModel, extra="allow"):
