@@ -6,7 +6,8 @@
 
 Tasks: `chain`, three or four calls, each on the last result; `sparse`, the same from a model that answers fewer than
 one in fifty right, with exact match as its only outcome; `hops`, one or two searches in an encyclopedia, with the
-rewards for TriviaQA; `bifurcation`, where one early call decides and the others are decoys (bench/bifurcation.py).
+rewards for TriviaQA; `bifurcation`, where one early call decides and the others are decoys (bench/bifurcation.py);
+`bifurcation-0-2` and the like, where another call decides (0), or there are two decoys (2).
 `lengths`: the task `chain` with `outcome`, by `loss_type`: how long failed rollouts become.
 
 All methods of a task have the same model, rewards, seeds, learning rate, batches and sampled tokens. Resumable: each
@@ -55,7 +56,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "sparse": {"title": "Chain, rare outcome", "tokens": 80_000, "arguments": SPARSE, "seeds": HEADLINE_SEEDS},
     "bifurcation": {
         "title": "Bifurcation: call 1 of 0 to 3 decides", "tokens": 30_000, "seeds": HEADLINE_SEEDS,
-        "outcome": "Bifurcation", "decisive": 1, "decoys": 3, "arguments": [  # 2 or 3 decoys
+        "outcome": "Bifurcation", "decisive": 1, "decoys": 3, "arguments": [
             *SPARSE, "--tools_script", "scripts/bench/bifurcation.py", "--reward_fn", "null",
             "--outcome_reward_weights", "null",
         ],
@@ -63,6 +64,11 @@ TASKS: dict[str, dict[str, Any]] = {
     "hops": {"title": "Search, one or two hops", "tokens": 35_000, "arguments": HOPS},
     "lengths": {"title": "Chain, by loss_type", "tokens": 60_000, "arguments": CHAIN, "methods": LOSS_TYPES},
 }  # fmt: skip
+STUDY = list(TASKS)
+for decisive, decoys in [(call, others) for others in (2, 3) for call in range(others + 1)]:  # run if they are named
+    settings = {"title": f"Bifurcation: call {decisive} of 0 to {decoys} decides", "seeds": NUM_SEEDS}
+    settings |= {"decisive": decisive, "decoys": decoys}
+    TASKS[f"bifurcation-{decisive}-{decoys}"] = TASKS["bifurcation"] | settings
 SMOOTHED_OVER = 5  # steps
 THRESHOLD, LEARNED = 0.8, 0.5  # of the smoothed training curve; of the held-out exact match
 POINTS = 25  # of a run's curve, at equal distances in sampled tokens
@@ -372,7 +378,7 @@ def report() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=STUDY)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the first ones, as many as a task has")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")

@@ -8,8 +8,7 @@ Shapes, one after another within each repetition, with the same prompts, limits 
 
 - engine: the trainer's own path. One coroutine per conversation: its tool runs while others generate.
 - reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once by a client
-  that does nothing else, plus the longest chain of tool waits of a conversation. No order of turns and waits can be
-  much faster. The sum may exceed the engine's time, since waits are added to the server's work and not hidden.
+  that does nothing else, plus the longest chain of tool waits of a conversation, which the engine can partly hide.
 - lockstep: everybody's turn in one batch, wait for the slowest; the tools one after another; the next turn.
 
 The tool is the recipe's calculator after a wait. Conversations are sampled, so the shapes run different ones of the

@@ -49,9 +49,8 @@ CONTEXT = 4096  # tokens
 # a step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
 # of one of TRL's passes; 0: all. `model`: see `build_model`. `G`: rollouts of a prompt. `warm_up`: pairs that are not
-# counted. `short`: changes by --short, None: it is left out. `settle`: steps of a side before the one that counts: in
-# training a step follows another of its own, and after one of the other process a short step takes up to half as long
-# again.
+# counted. `short`: changes by --short, None: it is left out. `settle`: steps of a side before the one that counts,
+# since after one of the other process a short step takes up to half as long again.
 DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "G": 8, "warm_up": 1, "settle": 0}
 SHAPES: dict[str, dict[str, Any]] = {
     "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "pairs": 16,

@@ -6,11 +6,11 @@
 It is run by the interpreter of SGLang's environment. The wheel's own requirements pin a torch for GPUs.
 """
 
+import argparse
 import importlib.metadata
 import importlib.util
 import re
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -53,11 +53,6 @@ def install_kernels() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["requirements"]:
-        print("\n".join(requirements()))
-    elif sys.argv[1:] == ["kernels"]:
-        install_kernels()
-    elif "--help" in sys.argv:
-        print(__doc__)
-    else:
-        sys.exit("error: expected `requirements` or `kernels`")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("requirements", "kernels"))
+    print("\n".join(requirements())) if parser.parse_args().what == "requirements" else install_kernels()

@@ -78,10 +78,10 @@ def test_a_run_is_kept_and_not_run_again(folders, monkeypatch, capsys):
     monkeypatch.setattr(bench, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(bench, "begin", lambda: None)
     monkeypatch.setattr(bench, "NUM_PROBLEMS", 32)
-    monkeypatch.setitem(bench.TASKS, "bifurcation", {**bench.TASKS["bifurcation"], "tokens": 1})
-    job = {"task": "bifurcation", "method": "gigpo", "seed": 3}
+    monkeypatch.setitem(bench.TASKS, "bifurcation-0-2", {**bench.TASKS["bifurcation-0-2"], "tokens": 1})
+    job = {"task": "bifurcation-0-2", "method": "gigpo", "seed": 3}
     bench.run_all([job], 1)
-    assert "1/1  bifurcation-gigpo-3" in capsys.readouterr().out
+    assert "1/1  bifurcation-0-2-gigpo-3" in capsys.readouterr().out
     (kept,) = bench.finished()
     assert kept.items() >= job.items() and re.match("[0-9a-f]{7}", kept["commit"]) and kept["steps"] == 1
     assert 0 <= kept["exact_match"] < 0.6 and 1 < kept["turns"] <= 6 and kept["tokens"] > 500
