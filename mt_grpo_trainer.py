@@ -69,7 +69,7 @@ from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.base.event_loop import gather_all
-from mt_grpo.base.files import keep_output_open, output_lock
+from mt_grpo.base.files import output_lock
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
 from mt_grpo.conversation.conversations import (
     Conversations,
@@ -1280,7 +1280,6 @@ def main(argv: list[str] | None = None) -> None:
 
     With `--preflight` nothing is trained or written: the exit code says whether training would be pointless.
     """
-    keep_output_open()
     with ExitStack() as stack:
         try:
             script_args, args, model_args = parse_arguments(argv)

@@ -25,7 +25,6 @@ from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
-from mt_grpo.base.files import keep_output_open
 from mt_grpo.reports.preflight import Watch
 from mt_grpo.reports.progress import ProgressLine
 
@@ -111,7 +110,6 @@ def choose_task(argv: list[str]) -> tuple[list[str], str]:
 def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     started = time.perf_counter()
-    keep_output_open()
     try:
         argv, found = choose_task(argv)
         recipe = mt.parse_arguments(argv)

@@ -1,18 +1,15 @@
-"""Files: the output directory of a run, streams that outlive their readers, paths; and YAML without a key twice."""
+"""Files: the output directory of a run, JSON, paths; and YAML without a key twice."""
 
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -52,34 +49,6 @@ def output_lock(path: str) -> Iterator[None]:
         file.truncate(0)
         print(f" (process {os.getpid()})", end="", file=file, flush=True)
         yield
-
-
-class LastingOutput(io.FileIO):
-    """Standard output or error that goes to /dev/null, and does not end the run, once `| head` or a terminal has."""
-
-    def write(self, data: Any) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            with open(os.devnull, "wb") as null:
-                os.dup2(null.fileno(), self.fileno())  # so that threads and child processes use it too
-            name, other = ("standard output", 2) if self.fileno() == 1 else ("standard error", 1)
-            with suppress(OSError):  # not through its buffer, which may be in the middle of a write
-                os.write(other, f"{name} can no longer be written to ({error}). Training continues.\n".encode())
-            return super().write(data)
-
-
-def keep_output_open() -> None:
-    """Let the run survive a closed pipe. Streams that another program has replaced, as a notebook does, are kept."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
-            with suppress(OSError):
-                stream.flush()
-            raw = LastingOutput(stream.fileno(), "w", closefd=False)
-            buffer = raw if stream.write_through else io.BufferedWriter(raw)
-            text = {"encoding": stream.encoding, "errors": stream.errors, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=True, **text))
 
 
 # Of YAML 1.2: 1e-6 is a number, and 1:30 and 010, which are 90 and 8 in YAML 1.1, are text.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import dataclasses
 import functools
 import inspect
 import logging
 import numbers
-import threading
-import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -273,7 +270,6 @@ class Environments:
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._rooms: dict[tuple, asyncio.Semaphore] = {}  # by event loop and class
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
-        atexit.register(self._close_at_exit)
 
     def class_of(self, row: dict[str, Any]) -> type:
         """The environment class of a row. Raises `ValueError` for an unknown name."""
@@ -420,20 +416,11 @@ class Environments:
             self._free[type(rollout.environment)].append(rollout.environment)
 
     def _close_now(self, rollout: Rollout) -> None:
-        """Close an environment, unless that was done, in a thread without a loop. Nobody is left to hear of errors."""
+        """Close an environment in a thread without a loop. Nobody is left to hear of errors."""
         if self._open.pop(id(rollout), None) is not None and hasattr(rollout.environment, "close"):
             with suppress(Exception):
                 if inspect.iscoroutine(closing := rollout.environment.close()):
                     asyncio.run(closing)
-
-    def _close_at_exit(self) -> None:
-        """What an error or a signal left open, each in a thread: one that hangs leaves no other one open."""
-        threads = [threading.Thread(target=self._close_now, args=(r,), daemon=True) for r in self._open.values()]
-        end = time.monotonic() + self.timeout
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
 
 
 # The lists of a rollout's turns, as the loss reads them. An environment may change the rollout by mistake.

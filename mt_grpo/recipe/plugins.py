@@ -22,7 +22,7 @@ from mt_grpo.conversation.tools.running import ToolProcesses
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Turn
-from mt_grpo.training.rewards import check_rewards, named_apart
+from mt_grpo.training.rewards import check_rewards, named
 
 # FORK: an integration of your own needs no line here. Its package has an entry point of the group
 # `mt_grpo.integrations`, which names its subclass of `Integration` (docs/forking.md).
@@ -249,4 +249,4 @@ def load_rewards(path: str | None) -> tuple[list[Callable], list[Callable]]:
         return [], []
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])
     check_rewards(turn_funcs, outcome_funcs)
-    return tuple(named_apart(turn_funcs, outcome_funcs))
+    return tuple(named(turn_funcs, outcome_funcs))

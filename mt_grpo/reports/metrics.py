@@ -13,11 +13,11 @@ from accelerate.utils import gather_object
 from mt_grpo.conversation.tools.running import HUNG
 from mt_grpo.generation.samples import versions_of
 from mt_grpo.rollout import FAILURES, Rollout, StopReason
-from mt_grpo.training.batch import Batch, is_cut_off, nanstd, tokens_read_again, trained_records
+from mt_grpo.training.batch import Batch, is_cut_off, nanstd, trained_records
 
 
 def conversation_columns(rollouts: list[Rollout]) -> torch.Tensor:
-    """The numbers that `conversation_metrics` reads, (N, 16), of the rollouts of all ranks. Collective."""
+    """The numbers that `conversation_metrics` reads, (N, 14), of the rollouts of all ranks. Collective."""
     reasons, columns = list(StopReason), []
     for r in rollouts:
         results = [result for turn in r.turns for result in turn.results]
@@ -26,14 +26,14 @@ def conversation_columns(rollouts: list[Rollout]) -> torch.Tensor:
         sizes = [len(r.prompt_ids), sampled, sampled + read, len(r.turns), reasons.index(r.stop_reason)]
         calls = [sum(len(t.calls) for t in r.turns), len(errors), errors.count("timeout"), errors.count("call")]
         times = [sum(t.tool_seconds for t in r.turns), len(trained_records(r)), sum(t.open_thinking for t in r.turns)]
-        columns.append([*sizes, *calls, *times, *tokens_read_again(r), len(results), is_cut_off(r)])
+        columns.append([*sizes, *calls, *times, len(results), is_cut_off(r)])
     return torch.tensor(gather_object(columns), dtype=torch.float32)
 
 
 def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
     """(metrics of conversations, number of their prompt tokens and sampled tokens), of `conversation_columns`."""
     prompt, sampled, total, num_turns, stop, calls, failed, timeouts, malformed = columns.T[:9]
-    seconds, records, unclosed, again, read, results, cut_off = columns.T[9:]
+    seconds, records, unclosed, results, cut_off = columns.T[9:]
     # Not the calls of a last turn, which nothing runs any more. Without any there is no share of calls, as where a
     # scheduler runs them itself.
     attempted = results.sum() if results.sum() else math.nan
@@ -47,7 +47,6 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
         "turns/frac_failed_behind": (lost & (num_turns > 0)).float().mean(),
         "turns/unclosed_thinking": unclosed.sum() / num_turns.sum().clamp(min=1),
         "records/mean": records.mean(),
-        "records/tokens_read_again": again.sum() / read.sum().clamp(min=1),
         "tools/call_frequency": calls.mean(),
         "tools/failure_frequency": failed.sum() / attempted,
         "tools/malformed_frequency": malformed.sum() / attempted,

@@ -93,7 +93,6 @@ class ResumableTrainer(GRPOTrainer):
         self._peft_config = peft_config
         self._stop_signal, self._interruptible = None, False  # its number; whether it raises at once
         self._num_skipped = 0  # steps in a row whose gradient was not finite
-        self._evaluation_due = False  # whether an evaluation was interrupted, which a resumed run makes up for
         self._of_data = ""  # the name of the dataset that is evaluated, if there are several
         config = kwargs["args"]
         check_output_on_nodes(config.output_dir, config.save_on_each_node)
@@ -191,7 +190,7 @@ class ResumableTrainer(GRPOTrainer):
         path = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         if self.args.should_save:  # of an older run: the file means that all of the checkpoint is there
             (path / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        self.state.stateful_callbacks |= {"in_flight": self.in_flight.state, "evaluation_due": self._evaluation_due}
+        self.state.stateful_callbacks["in_flight"] = self.in_flight.state
         super()._save_checkpoint(model, trial)
         if not self.args.save_only_model:
             self._saved[self.state.global_step] = path
@@ -220,14 +219,8 @@ class ResumableTrainer(GRPOTrainer):
                 self._save_checkpoint(self.model, trial=None)
             except NotFinite as error:
                 return f"{error} {self._last_saved()}"
-        elif self._evaluation_due and self.args.should_save:
-            path = str(self._saved[step] / TRAINER_STATE_NAME)
-            state = TrainerState.load_from_json(path)
-            state.stateful_callbacks["evaluation_due"] = True
-            state.save_to_json(path)
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
-        due = f" The evaluation of step {step} was interrupted; it is made first of all." * self._evaluation_due
-        return f"The run is saved at step {step}. {self._last_saved()}{due}"
+        return f"The run is saved at step {step}. {self._last_saved()}"
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
@@ -277,17 +270,14 @@ class ResumableTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train` that leaves no conversation open. Raises `ValueError` for an incomplete checkpoint."""
         checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
-        self._saved, eval_on_start = {}, self.args.eval_on_start
+        self._saved = {}
         check_same_on_nodes(lambda: run_record(self))
         begun = self._go_on_from(Path(checkpoint)) if checkpoint else None
         saved = begun.stateful_callbacks if begun is not None else {}
         self.in_flight.begin(None if self.args.ignore_data_skip else saved.get("in_flight"))
-        self._evaluation_due = saved.get("evaluation_due", False) and self.args.eval_strategy != "no"
-        self.args.eval_on_start = eval_on_start or self._evaluation_due
         try:
             result = super().train(checkpoint, *args, **kwargs)
         finally:
-            self.args.eval_on_start = eval_on_start
             self.in_flight.cancel()
             self.env.close()
             for callback in self.callback_handler.callbacks:
@@ -319,26 +309,14 @@ class ResumableTrainer(GRPOTrainer):
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
             return super().evaluate(*args, **kwargs)
-        except BaseException as error:
-            self._evaluation_due |= isinstance(error, (RunError, ServerError))
+        except BaseException:
+            logger.warning(f"The evaluation of step {self.state.global_step} ends here. A resumed run skips it.")
             self.in_flight.cancel()
+            self.env.close()
             raise
         finally:
             set_rng_state(before)
             self.model.train(training)
-
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
-        """`Trainer._evaluate`. An evaluation that is made up for counts for the schedule and the best checkpoint."""
-        if not self._evaluation_due:
-            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        before, saved = get_rng_state(), str(self._saved[self.state.global_step])
-        self._load_rng_state(saved)  # `Trainer` does so later, where training goes on
-        metrics = super()._evaluate(trial, ignore_keys_for_eval)
-        set_rng_state(before)
-        self._evaluation_due = False
-        if self._determine_best_metric(metrics, trial) and self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = saved
-        return metrics
 
     def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
         """`Trainer`'s method; an evaluation without any score is not the best one."""

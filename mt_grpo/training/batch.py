@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 
@@ -33,7 +32,7 @@ class Batch:
     failed: list[bool] = field(default_factory=list)  # whether the environment failed, of each of the N rollouts
     truncated: list[bool] = field(default_factory=list)  # (N,)
     loss_masks: list[list[int]] | None = None  # of each record's completion, None once TRL has its tensors
-    facts: torch.Tensor | None = None  # (N, 16), see `conversation_columns`
+    facts: torch.Tensor | None = None  # (N, 14), see `conversation_columns`
     values: list[list] | None = None  # what the F reward functions returned, (F, B)
     scores: Any = None  # the same for all N rollouts, as tensors (`Scores`)
     rewards: Any = None  # the `RewardTable` of the N rollouts
@@ -152,31 +151,6 @@ def trained_records(rollout: Rollout) -> list[Record]:
     """The records of a rollout that are trained, or one empty record if there is none or the environment failed."""
     records = [] if rollout.failed else [r for r in rollout.records if any(turn.trained for turn in r.turns)]
     return records or [Record([], [])]
-
-
-def tokens_read_again(rollout: Rollout) -> tuple[int, int]:
-    """(tokens of further records that repeat the beginning of an earlier one, tokens of all records of a rollout).
-
-    >>> from mt_grpo.rollout import Context, Turn
-    >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], None, "", "stop"), Turn([30], None, "", "stop")])
-    >>> r.turns[1].context = Context([], [1, 2, 3, 10, 7])  # an edit after the fourth token
-    >>> tokens_read_again(r)
-    (4, 11)
-    """
-    records = rollout.records
-    if len(records) == 1:
-        return 0, len(records[0].prompt_ids) + len(records[0].completion_ids)
-    read = [np.array([*record.prompt_ids, *record.completion_ids], dtype=np.int64) for record in records]
-    prompts = [ids[: len(record.prompt_ids)] for ids, record in zip(read, records)]
-    again = [max(common_prefix(prompts[k], before) for before in read[:k]) for k in range(1, len(records))]
-    return sum(again), sum(map(len, read))
-
-
-def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """The length of the common prefix of two lists of ids."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 def is_cut_off(rollout: Rollout) -> bool:

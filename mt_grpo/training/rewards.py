@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import copy
 import faulthandler
-import functools
 import hashlib
 import inspect
-import logging
 import random
 import signal
 import threading
 import time
-import traceback
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -37,8 +34,6 @@ from mt_grpo.rollout import Rollout, ToolCall, Turn, id_hash, join
 from mt_grpo.training.batch import NAN, Batch, most_of_ranks, nansum, pad_rows
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, policy_of, turn_contexts
 
-logger = logging.getLogger(__name__)
-AGAIN = 1.0  # seconds between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
 GRACE = 30.0  # seconds after the limit, at which the process of a function that cannot be interrupted ends
 # Nobody else uses it: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
 WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -74,7 +69,7 @@ class RewardFunctions:
         turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
         check_rewards(turn + own_turn, outcome + own_outcome, optional)
-        own_turn, own_outcome, turn, outcome = named_apart(own_turn, own_outcome, turn, outcome)
+        own_turn, own_outcome, turn, outcome = named(own_turn, own_outcome, turn, outcome)
         weights = weights_of(turn, turn_weights, "turn") + [1.0] * len(own_turn)
         weights += weights_of(outcome, outcome_weights, "outcome") + [1.0] * len(own_outcome)
         return cls([*turn, *own_turn, *outcome, *own_outcome], weights, len(turn + own_turn))
@@ -189,44 +184,27 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
             "No reward functions. Expected at least one in TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS. Set "
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
-    for kind, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
-        for func in funcs:
-            name = get_callable_name(func)
-            if isinstance(func, torch.nn.Module):
-                raise ValueError(f"Reward {name} is a model. Write a function that runs it, or asks it over HTTP.")
-            if sum(func is other for other in funcs) > 1:
-                raise ValueError(f"{kind}_REWARD_FUNCS lists {name} twice. Set {kind.lower()}_reward_weights instead.")
-            if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
-                raise ValueError(f"Reward {name} takes no **kwargs. Add it: every dataset column is passed by name.")
+    for func in turn_funcs + outcome_funcs:
+        name = get_callable_name(func)
+        if isinstance(func, torch.nn.Module):
+            raise ValueError(f"Reward {name} is a model. Write a function that runs it, or asks it over HTTP.")
+        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
+            raise ValueError(f"Reward {name} takes no **kwargs. Add it: every dataset column is passed by name.")
 
 
-def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
-    """Make the `__name__` of each function unique: the second `length` becomes `length_2`. Returns the lists.
+def named(*lists: list[Callable]) -> list[list[Callable]]:
+    """Give each function without a `__name__`, such as a partial, the name by which TRL logs it. Returns the lists.
 
-    INVARIANT: no two rewards have one name: metrics, logs and facts are by name.
+    Raises `ValueError` if two rewards have one name: weights, metrics and logs are by name.
     """
-    taken: set[str] = set()
-
-    def apart(func: Callable) -> Callable:
-        first, number = get_callable_name(func), 2
-        name = first
-        while name in taken:
-            name, number = f"{first}_{number}", number + 1
-        taken.add(name)
-        if name != first:
-            logger.warning(f"Two rewards are called {first}. The second is logged as {name}. Rename it.")
-        if getattr(func, "__name__", None) == name:
-            return func
-
-        async def awaited(**kwargs: Any) -> Any:
-            return await func(**kwargs)
-
-        waits = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
-        named = awaited if waits else lambda **kwargs: func(**kwargs)
-        named.__name__, named.__module__, named.__wrapped__ = name, func.__module__, func
-        return named
-
-    return [[apart(func) for func in funcs] for funcs in lists]
+    names: set[str] = set()
+    for func in join(lists):
+        if not hasattr(func, "__name__"):
+            func.__name__ = get_callable_name(func)
+        if func.__name__ in names:
+            raise ValueError(f"Two rewards are called {func.__name__}. Rename one, or set its __name__.")
+        names.add(func.__name__)
+    return list(lists)
 
 
 def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
@@ -326,21 +304,8 @@ def named_errors(func: Callable, timeout: float) -> Iterator[None]:
             "or raise reward_timeout if it needs longer."
         ) from None
     except Exception as error:
-        place = where_raised(func, error)
         cause = None if isinstance(error, StopIteration) else error  # which a context manager would raise again
-        raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)} ({place})") from cause
-
-
-def where_raised(func: Callable, error: BaseException) -> str:
-    """The file and the line of the function's own file that ran last, and of what it called, if that raised."""
-    func = inspect.unwrap(func)
-    while isinstance(func, functools.partial):
-        func = func.func
-    func = inspect.unwrap(func if hasattr(func, "__code__") else type(func).__call__)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if hasattr(func, "__code__") and frame.filename == func.__code__.co_filename]
-    places = [f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]]]
-    return ", which called ".join(dict.fromkeys(places))
+        raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)}") from cause
 
 
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) -> list:
@@ -358,7 +323,7 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
                 raise ToolTimeout
             return value
 
-    is_async = [inspect.iscoroutinefunction(func) for func in funcs]
+    is_async = [any(map(inspect.iscoroutinefunction, (func, type(func).__call__))) for func in funcs]
     running = start_in_background(gather_all([awaited(f) for f, waits in zip(funcs, is_async) if waits]))
     values: list[Any] = [None] * len(funcs)
     try:
@@ -380,47 +345,37 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
 def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any:
     """Call a function on a copy of its columns. It may return an awaitable, which is then awaited.
 
-    At the limit a signal interrupts it, and is repeated until it ends. If it stays in C, `faulthandler` prints where
-    it hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever.
+    At the limit a signal interrupts it once. If it goes on, or stays in C, `faulthandler` prints where it hangs after
+    `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever.
     """
-    over, began, runs, late = threading.Event(), time.monotonic(), True, False
+    began, runs = time.monotonic(), True
 
     def interrupt(signum: int, frame: Any) -> None:
-        if late and runs:
+        if runs:
             raise OutOfTime
-
-    def watch() -> None:
-        nonlocal late
-        late = not over.wait(min(timeout, threading.TIMEOUT_MAX))
-        while not over.is_set():
-            signal.pthread_kill(threading.main_thread().ident, WAKE)
-            over.wait(AGAIN)
 
     async def rest() -> Any:
         return await returned
 
     arguments, rest.__name__ = own_copy(columns), func.__name__
-    alarm = signal.getsignal(signal.SIGALRM)
+    main = threading.main_thread().ident
+    limit = threading.Timer(min(timeout, threading.TIMEOUT_MAX), signal.pthread_kill, [main, WAKE])
+    limit.daemon = True
     signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
     faulthandler.dump_traceback_later(min(timeout, 1e9) + GRACE, exit=True, file=2)
     try:
         try:
-            threading.Thread(target=watch, name=f"limit-of-{func.__name__}", daemon=True).start()
+            limit.start()
             returned = func(**arguments)
         finally:
             runs = False
-            over.set()
+            limit.cancel()
             faulthandler.cancel_dump_traceback_later()
-            if alarm is not None and signal.getsignal(signal.SIGALRM) is not alarm:  # left by the function
-                signal.alarm(0)
-                signal.signal(signal.SIGALRM, alarm)
-        if late:  # it caught the interruption, and returns what it returns for whatever fails
+        if time.monotonic() - began > timeout:  # it caught the interruption, and returns what it gives to any failure
             raise OutOfTime
     except OutOfTime:
         raise ToolTimeout(f"{func.__name__} took longer than {timeout:g} s") from None
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # such as SystemExit, which would end the run without a word
+    except SystemExit as error:  # which would end the run without a word
         raise RuntimeError(error_line(error)) from error
     if not inspect.isawaitable(returned):
         return returned

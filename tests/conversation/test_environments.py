@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 
 import pytest
 import torch
@@ -1084,25 +1083,3 @@ def test_a_prompt_has_to_come_from_somewhere():
     (rollout,) = env.generate([[]], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
     assert "reset returned nothing, and the row has no prompt" in str(rollout.error)
-
-
-def test_at_the_end_of_the_process_one_that_hangs_leaves_no_other_open():
-    closed = []
-
-    class Held:
-        def reset(self, hangs, **row):
-            self.hangs = hangs
-
-        def close(self):
-            if self.hangs:
-                time.sleep(3600)
-            closed.append(self)
-
-    environments = Environments(Held, 1.0, {})
-    rollouts = [
-        Rollout([{"role": "user", "content": "?"}], [], row={"hangs": hangs}) for hangs in (True, False, False)
-    ]
-    for rollout in rollouts:
-        asyncio.run(environments.open(rollout))
-    environments._close_at_exit()
-    assert {id(each) for each in closed} == {id(rollout.environment) for rollout in rollouts[1:]}

@@ -479,41 +479,6 @@ def test_weights_that_are_not_finite_are_saved_nowhere(random_model, tmp_path):
     assert not list((tmp_path / "last").rglob("*.safetensors"))
 
 
-def test_an_interrupted_evaluation_is_made_up_for(random_model, tmp_path, capsys):
-    """It counts for the best checkpoint. The rewards of step 2 are 1 higher, so that it is the best."""
-
-    def trainer_of(name, **changes):
-        settings = dict(eval_strategy="steps", eval_steps=1, save_steps=1, per_device_eval_batch_size=4)
-        settings |= dict(load_best_model_at_end=True, metric_for_best_model="reward", greater_is_better=True)
-        return make_trainer(random_model, tmp_path / name, **settings | changes)
-
-    def evaluations(trainer):
-        return [(row["step"], row["eval_reward"]) for row in trainer.state.log_history if "eval_reward" in row]
-
-    whole = trainer_of("whole")
-    train_or_save(whole)
-    parts = trainer_of("parts")
-    score = parts._score
-
-    def stopped_at_step_2(*args):
-        if parts.state.global_step == 2 and not parts.model.training:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return score(*args)
-
-    parts._score = stopped_at_step_2
-    with pytest.raises(SystemExit) as stopped:
-        train_or_save(parts)
-    assert stopped.value.code == 128 + signal.SIGTERM and len(evaluations(parts)) == 1
-    assert "The evaluation of step 2 was interrupted" in capsys.readouterr().err
-    resumed = trainer_of("parts", resume_from_checkpoint=str(tmp_path / "parts/out/checkpoint-2"))
-    train_or_save(resumed)
-    assert [step for step, _ in evaluations(resumed)] == [1, 2, 3, 4]
-    assert evaluations(resumed) == [(step, pytest.approx(value, abs=1e-6)) for step, value in evaluations(whole)]
-    assert resumed.state.best_global_step == whole.state.best_global_step == 2
-    assert resumed.state.best_model_checkpoint == str(tmp_path / "parts/out/checkpoint-2")
-    assert not resumed.args.eval_on_start
-
-
 def test_a_stop_in_the_second_micro_batch_does_not_matter(random_model, tmp_path):
     """The resumed run is the uninterrupted one. An older run's checkpoint is not taken for its own."""
 

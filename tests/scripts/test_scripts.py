@@ -382,23 +382,6 @@ def test_the_servers_context_holds_the_prompts_of_evaluations(recipe, tmp_path, 
         assert plan(recipe, [*arguments, *evaluates, "--dataset_test_split", "test[:8]"])["max_model_len"] > without
 
 
-def test_a_run_outlives_its_output(tmp_path, monkeypatch):
-    """As with `| head`: the reader of standard output leaves, then that of standard error."""
-    monkeypatch.setattr(mt, "keep_output_open", MagicMock(side_effect=LookupError("called")))
-    with pytest.raises(LookupError, match="called"):
-        mt.main([])
-    lines = "from mt_grpo.base.files import keep_output_open", "import sys", "keep_output_open()", "x = 'x' * 99"
-    lines += ("for _ in range(9999): print(x)", "for _ in range(9999): print(x, file=sys.stderr)", "open('done', 'w')")
-    process = subprocess.Popen(
-        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    process.stdout.close()
-    assert b"standard output can no longer be written to" in process.stderr.readline()
-    process.stderr.close()
-    assert process.wait(timeout=300) == 0 and (tmp_path / "done").exists()
-
-
 def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     """Its own methods are known to the plan, and it is what is launched; the caller's folder counts."""
     copy = tmp_path / "my_idea.py"

@@ -37,7 +37,6 @@ def test_a_cut_history_trains_as_a_whole_one(random_model, tmp_path, loss_type, 
     if layout == "one":
         assert cut["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
     assert (whole["log"]["records/mean"], cut["log"]["records/mean"]) == (1.0, 2.0)
-    assert whole["log"]["records/tokens_read_again"] == 0.0 < cut["log"]["records/tokens_read_again"] < 0.5
     for key in ("credit/mean_abs_advantage", "reward", "turns/mean", "completions/mean_length", "num_tokens"):
         assert cut["log"][key] == pytest.approx(whole["log"][key], abs=1e-5), key
 
