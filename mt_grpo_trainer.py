@@ -796,7 +796,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
         batch = self.batch
-        batch.facts = conversation_columns(batch.rollouts)  # (N, 16)
+        batch.facts = conversation_columns(batch.rollouts)  # (N, 14)
         sampled = batch.dropped + batch.rollouts  # the metrics are of all of them
         facts = conversation_columns(sampled) if batch.num_rounds else batch.facts
         metrics, num_tokens = conversation_metrics(facts)

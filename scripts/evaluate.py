@@ -55,7 +55,8 @@ from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.conversation.conversations import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
-from mt_grpo.images.pictures import forbid, inputs_of_requests, readable_messages, reader_of, with_pictures
+from mt_grpo.images.forward import forbid, inputs_of_requests
+from mt_grpo.images.pictures import readable_messages, reader_of, with_pictures
 from mt_grpo.images.reader import FAMILIES, image_reader
 from mt_grpo.recipe.checks import check_generation_kwargs, check_images, check_tokenizer
 from mt_grpo.recipe.data import empty_prompts, load_rows

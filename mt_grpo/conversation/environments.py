@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import inspect
 import logging
@@ -23,12 +22,10 @@ from mt_grpo.images.pictures import (
     KNOWN,
     PictureId,
     SaidPictures,
+    images_of,
     is_image_part,
     is_picture,
-    of_columns,
-    own_image,
     picture_of,
-    placed,
     reader_of,
     runs_of,
     with_marks_of,
@@ -142,21 +139,6 @@ def joined(
     # INVARIANT: a control token of which the row has one half and `reset` has the other is broken, too.
     meet = as_outside(last["content"] + text) == as_outside(last["content"]) + text
     return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
-
-
-def read_ahead(said: Any, reader: Any) -> Any:
-    """Read the images in an environment's return value, in its thread: the event loop reads parts with a `Picture`."""
-    if reader is None:
-        return said
-    if (image := said if is_image(said) else own_image(said) if is_image_part(said) else None) is not None:
-        with suppress(ValueError):  # it is raised where the message is read
-            return {"type": "image", "image": reader.read(image, "")}
-        return said
-    if isinstance(said, Reply):
-        return dataclasses.replace(said, **{k: read_ahead(getattr(said, k), reader) for k in ("messages", "history")})
-    if isinstance(said, dict):
-        return {**said, **{k: read_ahead(said[k], reader) for k in said.keys() & {"content", "messages", "history"}}}
-    return [read_ahead(each, reader) for each in said] if isinstance(said, list) else said
 
 
 # From a class to one environment per conversation: its tools, and its methods within their time.
@@ -324,12 +306,16 @@ class Environments:
             self._open[id(rollout)] = rollout
         else:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
-        of_row = of_columns(rollout.pictures, rollout.row)  # before `reset`, which may change the row
+        of_row = rollout.pictures[: len(images_of(rollout.row))]  # before `reset`, which may change the row
         observation = await self.call(rollout, "reset", **self.arguments_of(rollout.row))
         said = SaidPictures(tokenizer, rollout.pictures, places=True)
         messages = joined(rollout.prompt_messages, observation, clean, said)
+        if reader_of(tokenizer) is None or not self.places_images:
+            return messages
+        from mt_grpo.images.messages import placed
+
         try:
-            return placed(messages, of_row, f"{cls.__name__}.reset") if self.places_images else messages
+            return placed(messages, of_row, f"{cls.__name__}.reset")
         except ValueError as error:
             raise EnvironmentFailure(str(error)) from error
 
@@ -365,7 +351,11 @@ class Environments:
         return read_reply(answer, type(rollout.environment).__name__, said) or Reply()
 
     async def _run(self, rollout: Rollout, name: str, function: functools.partial) -> Any:
-        function.__name__, read = name, functools.partial(read_ahead, reader=reader_of(self.tokenizer))
+        function.__name__, read = name, lambda said: said
+        if (reader := reader_of(self.tokenizer)) is not None:
+            from mt_grpo.images.messages import read_ahead
+
+            read = functools.partial(read_ahead, reader=reader)
         try:
             return await run_tool(function, {}, self.timeout, read)
         except ToolsUnavailable:

@@ -20,7 +20,7 @@ from mt_grpo.base.ranks import on_main_process
 from mt_grpo.generation.samples import tagged
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weights import ADAPTER, PolicyWeights, adapter_weights, off_by_rounding, why_model_merges
-from mt_grpo.images.pictures import forbidding_nothing, inputs_of_rows
+from mt_grpo.images.pictures import inputs_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -274,6 +274,8 @@ class WeightSync:
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:
         """The trainer's logprobs of ids, (T-1,). Those of `sampled` ones are without what may not be sampled."""
+        from mt_grpo.images.forward import forbidding_nothing
+
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)
             if not sampled:

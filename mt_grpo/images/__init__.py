@@ -1,6 +1,8 @@
-"""Images of conversations. `processor` is loaded when a model has one, and the rest is all that a text-only run reads.
+"""Images of conversations. A text-only run loads `pictures` and `reader` alone.
 
-pictures         an image, the ids and marks that stand for it, the forward pass; images in messages, rows and results
-processor        what the model's processor and its tokenizer make of images
+pictures         an image, and the ids and marks that stand for it
 reader           which models read images
+messages         images in messages, rows, results and replies, which become texts with marks
+forward          images in the forward pass
+processor        what the model's processor and its tokenizer make of images
 """

@@ -22,16 +22,7 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.conversations import check_conversations, limits_of
-from mt_grpo.images.pictures import (
-    OTHER_KINDS,
-    TOWER,
-    num_pixels,
-    of_columns,
-    placed,
-    read_row,
-    reader_of,
-    with_pictures,
-)
+from mt_grpo.images.pictures import OTHER_KINDS, TOWER, read_row, reader_of, with_pictures
 from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
@@ -252,7 +243,9 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     further: list[int] = []
     (prompt,) = check_conversations([prompt], "prompts", images=True)
     prompt, shown = read_row(prompt, row, env.tokenizer, env, "prompt", "mark_images")
-    if env.environments is not None and not hasattr(env, "mark_images"):
+    if shown and env.environments is not None and not hasattr(env, "mark_images"):
+        from mt_grpo.images.messages import of_columns, placed
+
         try:
             prompt = placed(prompt, of_columns(shown, row), "the prompt")
         except ValueError:  # `reset` may bring further places
@@ -265,6 +258,8 @@ def longest_prompt(env: Any, dataset: Any) -> int:
     """Tokens of the longest prompt. Only those with the most characters or pixels are tokenised."""
     longest = heapq.nlargest(32, dataset, key=lambda row: len(DATA_URL.sub("", str(row.get("prompt")))))
     if (reader := reader_of(env.tokenizer)) is not None:
+        from mt_grpo.images.messages import num_pixels
+
         longest += heapq.nlargest(32, dataset, key=lambda row: num_pixels(row, reader))
     return max(len(prompt_ids_of(env, row)) for row in longest)
 
@@ -388,6 +383,8 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
         try:
             on_main_process(lambda: check_it_reads_images(client, env))
         except ServerError as error:  # the same on all ranks
+            from mt_grpo.images.messages import num_pixels
+
             if isinstance(error, ServerLost) or any(num_pixels(row, reader_of(env.tokenizer)) for row in dataset):
                 raise
             logger.warning(f"{error} No row has an image, so the run continues with text only.")

@@ -31,7 +31,7 @@ from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights, slots_of
-from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, reader_of, share_marks
+from mt_grpo.images.pictures import TOWER, is_picture, reader_of, share_marks
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.run.checkpoints import (
     RUN_RECORD,
@@ -430,7 +430,10 @@ def pool_of(
 def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     """Create a trainer's generation backend, and `weight_sync`, which checks pushes with the ids of a first prompt."""
     args, ends, model, accelerator = trainer.args, trainer.eos_token_ids, trainer.model, trainer.accelerator
-    forbid(reader_of(trainer.env.tokenizer), model, trainer.ref_model)
+    if (reader := reader_of(trainer.env.tokenizer)) is not None:
+        from mt_grpo.images.forward import forbid
+
+        forbid(reader, model, trainer.ref_model)
     if accelerator.num_processes > 1:
         share_marks(on_main_process)
     for name, parameter in model.named_parameters() if args.freeze_vision_tower else ():
@@ -466,7 +469,11 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         else:
             trainer.generation_config.max_new_tokens = trainer.generation_kwargs["max_new_tokens"] = max_tokens
         training = trainer.model.training
-        prompt_ids, shown = inputs_of_requests(prompt_ids)
+        shown: dict[str, Any] = {}
+        if reader is not None:
+            from mt_grpo.images.forward import inputs_of_requests
+
+            prompt_ids, shown = inputs_of_requests(prompt_ids)
         try:
             with neutral_generation(trainer.model):
                 return trainer._generate_single_turn(prompt_ids, None, shown, 1)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mt_grpo.images.pictures import features_of, is_picture, picture_of, pictures_in, runs_of, with_placeholders
+from mt_grpo.images.pictures import is_picture, picture_of, pictures_in, runs_of, with_placeholders
 
 logger = logging.getLogger(__name__)
 
@@ -293,6 +293,11 @@ def take_shared_rows(*models: PreTrainedModel | PeftModel | None) -> None:
 
 def forward_inputs(row: SharedRow) -> dict[str, Any]:
     """Arguments of a model's forward, with TRL's fused head."""
+    features: dict[str, torch.Tensor] = {}
+    if row.shown:
+        from mt_grpo.images.forward import features_of
+
+        features = {name: values.to(row.device) for name, values in features_of(row.shown).items()}
     return {
         "input_ids": row.input_ids,
         "position_ids": row.position_ids,
@@ -301,5 +306,5 @@ def forward_inputs(row: SharedRow) -> dict[str, Any]:
         "shift_labels": row.labels,
         "fused_lm_head": True,
         KEYWORD: row,
-        **{name: values.to(row.device) for name, values in features_of(row.shown).items()},
+        **features,
     }

@@ -25,15 +25,8 @@ from mt_grpo.generation.samples import (
     generate_body,
     read_generated,
 )
-from mt_grpo.images.pictures import (
-    forbid,
-    inputs_of_rows,
-    is_picture,
-    mark_of,
-    pictures_in,
-    why_none,
-    with_placeholders,
-)
+from mt_grpo.images.forward import forbid
+from mt_grpo.images.pictures import inputs_of_rows, is_picture, mark_of, pictures_in, why_none, with_placeholders
 from mt_grpo.recipe import checks
 from mt_grpo.rollout import hash_of_ids
 from mt_grpo.run.trainer import probe_ids

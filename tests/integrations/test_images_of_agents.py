@@ -12,7 +12,8 @@ from PIL import Image
 from scripted import ScriptedTexts
 from vision_model import as_bytes, as_uri as uri, expected_ids
 
-from mt_grpo.images.pictures import pictures_in, uri_or_str
+from mt_grpo.images.messages import uri_or_str
+from mt_grpo.images.pictures import pictures_in
 from mt_grpo.integrations.agents.programs import CommandAgent
 from mt_grpo.rollout import StopReason
 

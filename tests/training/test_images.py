@@ -25,12 +25,11 @@ from mt_grpo.conversation.formats.control_tokens import cut_to_tokens
 from mt_grpo.conversation.tools.results import as_result
 from mt_grpo.generation.weights import why_model_merges
 from mt_grpo.images import pictures
+from mt_grpo.images.forward import features_of, forbid, inputs_of_requests
 from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
-    forbid,
     has_too_many,
-    inputs_of_requests,
     inputs_of_rows,
     is_picture,
     mark_of,
@@ -281,7 +280,7 @@ def random_examples(rng, shown, pad):
 
 def logps_alone(model, example):
     ids = example.prompt_ids + example.completion_ids
-    features = pictures.features_of(pictures_in(ids))
+    features = features_of(pictures_in(ids))
     kinds = {"mm_token_type_ids": torch.tensor([[int(is_picture(token)) for token in ids]])} if features else {}
     ids = torch.tensor([with_placeholders(ids)])
     shown = {"attention_mask": torch.ones_like(ids), "labels": ids, "fused_lm_head": True, **features, **kinds}

@@ -101,7 +101,7 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
                 raise
             return ToolResult(f"{result.text}\n{error}")
     if reader is not None:
-        from mt_grpo.images.pictures import read_result
+        from mt_grpo.images.messages import read_result
 
         if (read := read_result(result, reader)) is not None:
             return ToolResult(read[0], pictures=tuple(read[1]))

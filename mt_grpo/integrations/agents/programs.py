@@ -25,7 +25,7 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
 from mt_grpo.conversation.tools.running import ToolsUnavailable, run_tool
-from mt_grpo.images.pictures import uri_or_str
+from mt_grpo.images.messages import uri_or_str
 from mt_grpo.integrations.agents.messages import ApiError
 from mt_grpo.integrations.agents.server import AgentServer
 from mt_grpo.integrations.agents.session import AgentSession

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from mt_grpo.conversation.tools.signature import check_schema
-from mt_grpo.images.pictures import uri_or_str
+from mt_grpo.images.messages import uri_or_str
 
 Messages = list[dict[str, Any]]
 MEDIA = ("images", "audios", "videos")
