@@ -22,7 +22,7 @@ import torch
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, change_one, encode, opening, warm_start
 from mt_grpo.conversation.formats.base import result_message
-from mt_grpo.conversation.formats.choose import make_format, parse_turn
+from mt_grpo.conversation.formats.choose import make_format, parse_tags
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.data import make_chain
 from mt_grpo.recipe.plugins import load_tools
@@ -76,7 +76,7 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
             elif kind == "no tag":
                 text = value
         messages.append({"role": "assistant", "content": text})
-        parsed, _ = parse_turn(text)
+        parsed, _ = parse_tags(text)
         if parsed is None:
             break
         if mistake := check_call(parsed, TOOLS):

@@ -12,7 +12,7 @@ import pytest
 from scripted import ADD, ANSWER, add, call, converse, make_env, observe, run_many
 from typing_extensions import TypedDict
 
-from mt_grpo.conversation.formats.choose import parse_turn
+from mt_grpo.conversation.formats.choose import parse_tags
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import StopReason
@@ -37,8 +37,8 @@ from mt_grpo.rollout import StopReason
     ],
 )
 def test_mistakes_in_a_call(text, part):
-    tool_call, answered = parse_turn(text)
-    assert not answered
+    tool_call, answer = parse_tags(text)
+    assert answer is None
     assert part in tool_call.error
     assert part in check_call(tool_call, {"add": add}) and "<tool>{" in check_call(tool_call, {"add": add})
 

@@ -14,15 +14,9 @@ from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.control_tokens import (
-    neutralise,
-    neutralise_json,
-    neutralise_messages,
-    pattern_of,
-    token_pattern,
-)
-from mt_grpo.conversation.tools.signature import as_tool, named_tools
-from mt_grpo.rollout import Origin, Reply, StopReason, ToolCall, ToolResult
+from mt_grpo.conversation.formats.control_tokens import neutralise, neutralise_json, neutralise_messages, pattern_of
+from mt_grpo.conversation.tools.signature import as_tool
+from mt_grpo.rollout import Origin, Reply, StopReason, ToolCall, ToolResult, join
 from mt_grpo_trainer import MultiTurnToolEnv
 
 ROOT = Path(__file__).parents[2]
@@ -77,18 +71,6 @@ def tokens_in(text, name, tokens):
     return set(tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])) & set(tokens)
 
 
-@EVERY
-def test_what_begins_or_ends_a_message(name):
-    tokenizer = tokenizer_of(name)
-    pattern = token_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template), format_of(name).ends)
-    known = in_vocabulary(name, MESSAGE_TOKENS[name])
-    assert len(known) >= 2 and all(pattern.fullmatch(token) for token in known)
-    kept = [*in_vocabulary(name, INSIDE[name]), "</result>", "<result>", "<tool>", "<answer>", "user", "a < b"]
-    assert not any(pattern.search(text) for text in kept)
-    whole = token_pattern(tokenizer, len(tokenizer), str(tokenizer.chat_template))
-    assert all(whole.fullmatch(token) for token in [*known, *in_vocabulary(name, INSIDE[name]), "</result>"])
-
-
 # Whose text, in which role: whether tokens that begin or end a message, and other control tokens, are kept.
 RULE = [
     (Origin.OUTSIDE, "user", False, False), (Origin.OUTSIDE, "tool", False, False),
@@ -103,14 +85,14 @@ RULE = [
 @EVERY
 @pytest.mark.parametrize("origin, role, messages_kept, others_kept", RULE)
 def test_whose_text_it_is_decides_which_tokens_it_may_hold(name, origin, role, messages_kept, others_kept):
-    """In content, in parts, names, arguments of calls and keys."""
+    """In content, in parts, names, arguments of calls and keys. Tags without a token of their own stay, and words."""
     tokenizer, ends = tokenizer_of(name), format_of(name).ends
     around, inside = in_vocabulary(name, MESSAGE_TOKENS[name]), in_vocabulary(name, INSIDE[name])
-    rng = random.Random(f"{name} {origin} {role}")
+    assert len(around) >= 2
+    plain, rng = "<result><tool><answer> user a < b", random.Random(f"{name} {origin} {role}")
     for _ in range(5):
-        text = "".join(rng.choices([*around, *inside, "</result>", " ", "x", "<", "\n"], k=12)) + "".join(
-            around + inside
-        )
+        some = "".join(rng.choices([*around, *inside, "</result>", " ", "x", "<", "\n"], k=12))
+        text = f"{some}{''.join(around + inside)}x{plain}"
         message = {"role": role, "content": text, "name": text, "parts": [{"type": "text", "text": text}],
                    "tool_calls": [{"function": {"arguments": {text: text}}}]}  # fmt: skip
         (clean,) = neutralise_messages([message], tokenizer, origin, ends)
@@ -120,27 +102,25 @@ def test_whose_text_it_is_decides_which_tokens_it_may_hold(name, origin, role, m
             assert found & set(around) == (set(around) if messages_kept else set())
             assert found & set(inside) == (set(inside) if others_kept else set())
             assert ("</result>" in read) == ("</result>" in text and others_kept)
-            assert read.replace(" ", "") == text.replace(" ", "")
+            assert read.replace(" ", "") == text.replace(" ", "") and read.endswith(plain)
         assert (clean == message) == messages_kept and clean["role"] == role
         assert message["content"] == text  # the caller's message is not changed
 
 
-def test_further_ends_of_a_turn_end_a_message():
-    """Such as Llama's end of a message that calls, which the template of a plain conversation does not write."""
-    tokenizer = tokenizer_of("llama3_1")
-    (end,) = tokenizer.convert_tokens_to_ids(["<|eom_id|>"])
-    message = {"role": "user", "content": "a<|eom_id|>b"}
-    assert neutralise_messages([message], tokenizer, Origin.DATA) == [message]
-    (read,) = make_format("native", tokenizer, extra_ends=[end]).clean([message], Origin.DATA)
-    assert read["content"] == "a< |eom_id|>b"
-
-
-def test_what_the_template_writes_behind_a_last_message_ends_one():
-    """Also where it is not the tokenizer's `eos`, as gpt-oss's end of a conversation; and what pads a batch."""
-    tokenizer = copy.deepcopy(tokenizer_of("gptoss"))
-    tokenizer.add_special_tokens({"eos_token": "<|end|>", "pad_token": "<|pad|>"})
-    (read,) = neutralise_messages([{"role": "user", "content": "a<|return|>b<|pad|>c"}], tokenizer, Origin.DATA)
-    assert read["content"] == "a< |return|>b< |pad|>c"
+@pytest.mark.parametrize("name, tokens, ends, text, expected", [
+    # What Llama's generation config adds, and its template does not write in a plain conversation.
+    ("llama3_1", {}, [], "a<|eom_id|>b", "a<|eom_id|>b"),
+    ("llama3_1", {}, ["<|eom_id|>"], "a<|eom_id|>b", "a< |eom_id|>b"),
+    # What the template writes after a last message, also if it is not `eos`; and what pads a batch.
+    ("gptoss", {"eos_token": "<|end|>", "pad_token": "<|pad|>"}, [], "a<|return|>b<|pad|>c", "a< |return|>b< |pad|>c"),
+])  # fmt: skip
+def test_further_tokens_that_end_a_message(name, tokens, ends, text, expected):
+    tokenizer = copy.deepcopy(tokenizer_of(name))
+    tokenizer.add_special_tokens(tokens)
+    ends = frozenset(tokenizer.convert_tokens_to_ids(ends))
+    message = {"role": "user", "content": text}
+    assert neutralise_messages([message], tokenizer, Origin.DATA, ends) == [{"role": "user", "content": expected}]
+    assert make_format("native", tokenizer, extra_ends=ends).ends >= ends
 
 
 def test_a_role_is_no_way_in():
@@ -184,24 +164,27 @@ def described(text, name="find", parameter="city", **more):
     return types.SimpleNamespace(name=name, schema=schema, run=lambda **arguments: "7")
 
 
+def shown_as_text(name, ids_of):
+    """What a model reads of an attack, in which there are the control tokens of a harmless text, and all words."""
+    plain, attacked = (ids_of(text) for text in ("Sunny. forged", attack_of(name)))
+    assert control_ids(name, plain) == control_ids(name, attacked)
+    shown = tokenizer_of(name).decode(attacked)
+    assert "forged" in shown and "'type'" not in shown  # no form of Python's
+    return shown
+
+
 @EVERY
 def test_what_describes_a_tool_is_text(name):
-    """The prompt has the control tokens that it has with a harmless description, and shows all the words."""
-    attack = attack_of(name)
-    prompts = []
-    for text in ("Sunny. forged", attack):
-
+    def prompt(text):
         def find(city: str = text, by: dict[str, str] | None = None) -> str:
             return "7"
 
         find.__doc__ = f"{text}\n\nArgs:\n    city: {text}\n    by: {text}\n"
-        objects = [described(text, "search", enum=[text], default=text, examples=[{text: text}])]
-        tools = [find, *objects]
-        (rollout,) = env_of(name, tools).start([[{"role": "user", "content": "?"}]])
-        prompts.append(rollout.prompt_ids)
-    plain, attacked = (control_ids(name, ids) for ids in prompts)
-    assert plain == attacked
-    shown = tokenizer_of(name).decode(prompts[1])
+        search = described(text, "search", enum=[text], default=text, examples=[{text: text}])
+        (rollout,) = env_of(name, [find, search]).start([[{"role": "user", "content": "?"}]])
+        return rollout.prompt_ids
+
+    shown = shown_as_text(name, prompt)
     assert shown.count("forged") >= shown.count("Sunny.") > 2
 
 
@@ -230,36 +213,28 @@ def outside(text):
 @EVERY
 @pytest.mark.parametrize("kind", outside(""))
 def test_what_an_environment_says_is_text(name, kind):
-    ids = []
-    for text in ("Sunny. forged", attack_of(name)):
+    def read(text):
         first, reply = outside(text)[kind]
 
         class Says:
-            reset = lambda self, first=first, **row: first  # noqa: E731
-
-            def respond(self, rollout, turn, reply=reply):
-                return reply(rollout.history) if len(rollout.turns) == 1 else None
+            reset = lambda self, **row: first  # noqa: E731
+            respond = lambda self, r, turn: reply(r.history) if len(r.turns) == 1 else None  # noqa: E731
 
         (rollout,) = play(name, Says, prompts=[[{"role": "user", "content": "Play. "}]])
         assert rollout.error is None and len(rollout.turns) == 2
-        ids.append([record.prompt_ids + record.completion_ids for record in rollout.records])
-    plain, attacked = ([control_ids(name, part) for part in each] for each in ids)
-    assert plain == attacked
-    shown = [tokenizer_of(name).decode(part) for part in ids[1]]
-    assert all("forged" in text and "'type'" not in text for text in shown)  # no form of Python's
+        return join(record.prompt_ids + record.completion_ids for record in rollout.records)
+
+    assert shown_as_text(name, read).count("forged") >= 2
 
 
 @EVERY
 def test_what_a_tool_returns_is_text(name):
-    ids = []
-    for text in ("Sunny. forged", attack_of(name) + "</result>"):
-        fmt = format_of(name)
-        turn = types.SimpleNamespace(calls=[ToolCall("find", {})], results=[ToolResult(text)], token_ids=[])
-        results, _, suffix = fmt.fit(turn, [], float("inf"), 5000)
-        ids.append(suffix)
-    assert control_ids(name, ids[0]) == control_ids(name, ids[1])
-    shown = tokenizer_of(name).decode(ids[1])
-    assert "forged" in shown and shown.count("</result>") == (FORMATS.get(name) == "xml")
+    def suffix(text):
+        call, results = ToolCall("find", {}), [ToolResult(f"{text}</result>")]
+        turn = types.SimpleNamespace(calls=[call], results=results, token_ids=[])
+        return format_of(name).fit(turn, [], float("inf"), 5000)[2]
+
+    assert shown_as_text(name, suffix).count("</result>") == (FORMATS.get(name) == "xml")
 
 
 @pytest.mark.parametrize("content", [None, {"text": "x"}, [{"type": "image", "image": "x"}], [5]])  # fmt: skip
@@ -285,15 +260,14 @@ def test_content_that_is_no_text_ends_its_rollout(content, way, name):
 
 def test_a_message_that_only_calls_may_say_nothing():
     call = {"id": "call00000", "type": "function", "function": {"name": "find", "arguments": {"city": "x"}}}
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "name": "find", "tool_call_id": "call00000", "content": "7"}]  # fmt: skip
 
     class Shown:
-        def reset(self, **row):
-            said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-            return [*said, {"role": "tool", "name": "find", "tool_call_id": "call00000", "content": "7"}]
+        reset = lambda self, **row: said  # noqa: E731
 
-    name = "calculator-hermes-model"
-    (rollout,) = play(name, Shown)
-    assert rollout.error is None and "None" not in tokenizer_of(name).decode(rollout.prompt_ids)
+    (rollout,) = play("calculator-hermes-model", Shown)
+    assert rollout.error is None and "None" not in tokenizer_of("calculator-hermes-model").decode(rollout.prompt_ids)
 
 
 @EVERY
@@ -317,8 +291,7 @@ def test_text_of_a_row_and_of_a_reset_make_no_token_together(token):
     name = "qwen3"
 
     class Half:
-        def reset(self, prompt, behind):
-            return behind
+        reset = lambda self, prompt, behind: behind  # noqa: E731
 
     for cut in range(1, len(token)):
         rows = [{"prompt": [{"role": "user", "content": f"<think>{token[:cut]}"}], "behind": f"{token[cut:]} x"},
@@ -345,8 +318,8 @@ def test_a_schema_is_neutralised_for_its_origin():
     """An agent's tools are read as an inference server would show them, but for what ends a message."""
     name = "qwen3"
     tool = as_tool(described("Write <tool_call> and <|im_end|>."))
-    ours = format_of(name).prompt([], named_tools([described("Write <tool_call> and <|im_end|>.")]))["tools"]
-    assert ours[0]["function"]["description"] == "Write < tool_call> and < |im_end|>."
+    (ours,) = format_of(name).prompt([], {"find": tool})["tools"]
+    assert ours["function"]["description"] == "Write < tool_call> and < |im_end|>."
     tool.origin = Origin.AGENT
     (agents,) = format_of(name).prompt([], {"find": tool})["tools"]
     assert agents["function"]["description"] == "Write <tool_call> and < |im_end|>."
@@ -359,8 +332,7 @@ def test_tokens_that_overlap_are_all_broken():
     assert neutralise("[/a]b[", tokenizer, pattern_of({"[/a]", "]b["})) == "[ /a] b["
     assert pattern_of({"<a>", "<a>b", "c"}).findall("<a>bc<a>") == ["<a>b", "c", "<a>"]
     tokens = [f"<{k}>" for k in range(30)]  # in an order of its own: processes have other hashes
-    expected = "|".join(sorted(tokens, key=lambda t: (-len(t), t)))
-    assert pattern_of(tokens).pattern == pattern_of(tokens[::-1]).pattern == expected
+    assert pattern_of(tokens).pattern == pattern_of(tokens[::-1]).pattern == "|".join(tokens[10:] + tokens[:10])
 
 
 def test_tuples_of_texts_are_read_as_lists():

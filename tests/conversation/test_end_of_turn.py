@@ -1,18 +1,8 @@
 """Where a turn ends, and the message that follows it."""
 
 import pytest
-from scripted import (
-    ADD,
-    ANSWER,
-    CHATML_TOKENIZER,
-    CLOSES_AND_MORE,
-    CLOSES_BOTH,
-    QWEN3_TOKENIZER,
-    converse,
-    ids,
-    make_env,
-    result,
-)
+import scripted
+from scripted import ADD, ANSWER, CHATML_TOKENIZER, CLOSES_AND_MORE, QWEN3_TOKENIZER, converse, ids, make_env, result
 
 from mt_grpo.rollout import Generation, StopReason, ToolResult
 
@@ -32,7 +22,7 @@ from mt_grpo.rollout import Generation, StopReason, ToolResult
         (ids("<answer></tool></answer>"), 15),
         (ids("<answer>1</answer><tool>{}</tool>"), 18),
         ([*ids("<tool>{}</too"), CLOSES_AND_MORE, 65, 66], 14),
-        ([*ids("<answer>1"), CLOSES_BOTH, 65, 66], 10),
+        ([*ids("<answer>1"), scripted.CLOSES_BOTH, 65, 66], 10),
         ([195, *ids("</tool>"), 169], 8),  # half a letter before it
     ],
 )
@@ -60,8 +50,7 @@ def test_a_turn_whose_budget_ends_with_its_thinking_was_cut_off():
 
     class Stops:
         async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-            sampled = ids(texts.pop(0))
-            return Generation(sampled, [-1.0] * len(sampled), "stop")
+            return Generation(ids(texts[0]), [-1.0] * len(ids(texts.pop(0))), "stop")
 
     env = make_env(max_turn_tokens=len(ids("".join(texts))))
     (rollout,) = env.generate([[{"role": "user", "content": "?"}]], Stops())["rollouts"]
@@ -89,15 +78,11 @@ def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():
     assert rollout.turns[0].text == unclosed
 
 
-def suffix_ids(text, tokenizer, sampled):
-    written = make_env().format_of(tokenizer)
-    return written.suffix_ids([], written.results([], [ToolResult(text)]), sampled)
-
-
 @pytest.mark.parametrize("tokenizer", [CHATML_TOKENIZER, QWEN3_TOKENIZER])
 @pytest.mark.parametrize(
     "text", ["", " ", "\n", "{{ x }} {% y %}", "<think>a</think>b", "</tool>", "assistant-", "é\n"]
 )
 def test_message_ids_of_awkward_results(text, tokenizer):
     """Nothing of a result is rendered away or taken for the template's own language."""
-    assert suffix_ids(text, tokenizer, []) == ids(result(text))
+    written = make_env().format_of(tokenizer)
+    assert written.suffix_ids([], written.results([], [ToolResult(text)]), []) == ids(result(text))

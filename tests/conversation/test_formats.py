@@ -1,7 +1,7 @@
 """Tool formats: where a turn ends, what is read in it, and the ids behind it, on tokenizers without models."""
 
+import contextlib
 import functools
-import json
 import random
 import re
 from pathlib import Path
@@ -48,16 +48,20 @@ def byte_tokenizer(template, special, plain=(), eos=None, merges=False):
 HEADERS = ("<|user|>", "<|observation|>", "<|tool_response>")
 
 
-def tokenizers_of_trl(*further):
-    """(name, tokenizer) for each chat template that TRL ships; further control tokens."""
+@functools.cache
+def formats_of_trl(tool_format):
+    """Name -> format for each chat template of TRL's that takes conversations; `<|other_end|>` ends a turn, too."""
+    formats = {}
     for path in sorted(TEMPLATES.glob("*.jinja")):
         template = path.read_text(encoding="utf-8")
         found = dict.fromkeys(re.findall(r"<[|｜][^<>{}'\"\s]+?[|｜]>|<\|?[a-z_]+\|?>|\[/?[A-Z_]{2,}\]", template))
-        plain = [
-            token for token in found if any(name in token for name in ("think", "arg_", "tool_call>", "response>"))
-        ]
-        special = [token for token in found if token not in plain]
-        yield path.stem, byte_tokenizer(template, [*special, "</s>", *further], plain, eos="</s>")
+        plain = [t for t in found if any(name in t for name in ("think", "arg_", "tool_call>", "response>"))]
+        special = [*(t for t in found if t not in plain), "</s>", "<|other_end|>"]
+        tokenizer = byte_tokenizer(template, special, plain, eos="</s>")
+        with contextlib.suppress(ValueError):  # has no tools, or takes pictures alone
+            ends = tokenizer.convert_tokens_to_ids(["<|other_end|>"])
+            formats[path.stem] = make_format(tool_format, tokenizer, extra_ends=ends)
+    return formats
 
 
 def chatml(**kwargs):
@@ -77,23 +81,18 @@ PROMPT = ids("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")
 OPENED = [*PROMPT, *ids("<think>\n")]
 CLOSED = [*OPENED, *ids("\n</think>\n\n")]
 END = ids("<|im_end|>")[0]
-
-
-def read(text, prompt=PROMPT, fmt=None):
-    return (fmt or make_format("xml", TOKENIZER)).parse(ids(text), prompt)
+ASKED = {"role": "user", "content": "?"}
+XML_FORMAT = make_format("xml", TOKENIZER)
 
 
 @pytest.mark.contract("xml")
 def test_the_suffix_of_a_result_in_ids():
-    fmt = make_format("xml", TOKENIZER)
-    messages = fmt.results([CALL], [ToolResult("5")])
+    messages = XML_FORMAT.results([CALL], [ToolResult("5")])
     assert messages == [{"role": "user", "content": "<result>\n5\n</result>"}]
     expected = ids("<|im_end|>\n<|im_start|>user\n<result>\n5\n</result><|im_end|>\n<|im_start|>assistant\n")
     assert expected[:3] == [END, ids("\n")[0], ids("<|im_start|>")[0]]
-    assert fmt.suffix_ids([CALL], messages, ids(ADD)) == expected
-    assert fmt.suffix_ids([CALL], messages, []) == expected
-    assert fmt.suffix_ids([CALL], messages, [*ids(ADD), END]) == expected[1:]
-    assert fmt.suffix_ids([CALL], messages, [END, 65]) == expected
+    for sampled, there in ((ids(ADD), 0), ([], 0), ([*ids(ADD), END], 1), ([END, 65], 0)):
+        assert XML_FORMAT.suffix_ids([CALL], messages, sampled) == expected[there:]
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -124,24 +123,23 @@ def test_a_suffix_is_tokenised_as_behind_other_text(ending):
     assert tokenizer.decode(suffix) == f"{ending} /END go{ending} /END "
 
 
+FIRST_USER = "messages if m['role'] != 'user' or m['content'] == messages[0]['content']"
+
+
 @pytest.mark.parametrize(
     "template, part",
     [
-        (
-            CHATML.replace("messages", "messages if m['role'] != 'user' or m['content'] == messages[0]['content']"),
-            "leaves out a result",
-        ),
+        (CHATML.replace("messages", FIRST_USER), "leaves out a result"),
         (CHATML.replace("{{ m['content'] }}", "{{ m['content'] | length }}"), "is not in"),
         (CHATML + "{% if messages[1:2] %}{{ messages[1]['content'] | length }}{% endif %}", "is not the end of"),
-        ("{{ raise_exception('no roles') }}", "cannot render a conversation of three messages: no roles"),
+        ("{{ raise_exception('no roles') }}", "does not work with this tool_format: no roles"),
     ],
 )
 def test_a_template_that_loses_results_is_refused(template, part):
     tokenizer = chatml()
     tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=part) as error:
+    with pytest.raises(ValueError, match=rf"The chat template of .*{part}.*Use another one \(hermes, xml\)"):
         make_format("xml", tokenizer)
-    assert "The chat template of" in str(error.value) and "Choose another tool_format" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["xml", "native"])
@@ -154,9 +152,18 @@ def test_arguments_that_a_chat_template_does_not_read_are_warned_of(name, caplog
     assert [record.getMessage().count(f"'{name}_thinking'") for record in caplog.records] == [1]
 
 
+@pytest.mark.contract("xml")
 @pytest.mark.parametrize(
     "prompt, text, calls, answer, open_thinking",
     [
+        (PROMPT, "5", [], None, False),
+        (PROMPT, "<answer> 5\n</answer>", [], "5", False),
+        (PROMPT, "<answer></answer>", [], "", False),
+        (PROMPT, f"<reasoning><tool></reasoning>{ADD}", [CALL], None, False),
+        (PROMPT, f"<reasoning><answer></reasoning>{ADD}", [CALL], None, False),
+        (PROMPT, "<think>by <tool></think>I do not know", [], None, False),
+        (PROMPT, "<answer>5</answer></tool>", [], "5", False),
+        (PROMPT, "5</answer><answer>", [], None, False),
         (PROMPT, "<think>The format is <answer>x</answer>", [], None, True),
         (PROMPT, "<think>The format is <answer>x</answer></think>", [], None, False),
         (PROMPT, "<think><answer>x</answer></think><answer>5</answer>", [], "5", False),
@@ -173,8 +180,10 @@ def test_arguments_that_a_chat_template_does_not_read_are_warned_of(name, caplog
         (ids("<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n"), "<answer>5</answer>", [], "5", False),
     ],
 )
-def test_tags_inside_thinking_mean_nothing(prompt, text, calls, answer, open_thinking):
-    assert read(text, prompt) == Parsed(text, calls, answer, open_thinking)
+def test_xml(prompt, text, calls, answer, open_thinking):
+    """Tags inside thinking mean nothing, and the token that ended the turn is not in its text."""
+    for end in ("", "<|im_end|>", "<|endoftext|>"):
+        assert XML_FORMAT.parse(ids(text + end), prompt) == Parsed(text, calls, answer, open_thinking)
 
 
 def test_thinking_without_tokens_of_its_own():
@@ -185,51 +194,31 @@ def test_thinking_without_tokens_of_its_own():
     assert fmt.parse(ids("</think><answer>5</answer>", tokenizer), prompt).answer == "5"
 
 
-def test_a_turn_ends_at_its_first_closing_tag_outside_thinking():
-    fmt = make_format("xml", TOKENIZER)
-    thought = f"<think>{ADD}</think>"
-    assert fmt.cut(ids(f"{thought}{ADD}{ADD}"), PROMPT) == (len(ids(f"{thought}{ADD}")), True)
-    assert fmt.cut(ids(f"{ADD}</think>{ADD}"), OPENED) == (len(ids(f"{ADD}</think>{ADD}")), True)
-    assert fmt.cut(ids(f"<think>{ADD}"), PROMPT) == (len(ids(f"<think>{ADD}")), False)
-    assert fmt.cut(ids(f"<think>{ADD}<|im_end|>{ADD}"), PROMPT) == (len(ids(f"<think>{ADD}")) + 1, True)
-    assert fmt.cut([], PROMPT) == (0, False)
+THOUGHT, STOPS = f"<think>{ADD}</think>", ("</tool>", "</answer>")
 
 
-def test_after_a_stop_inside_thinking_only_its_close_stops():
-    fmt = make_format("xml", TOKENIZER)
-    stops = ("</tool>", "</answer>")
-    for ids_so_far, stopped_early, next_stops in [
-        ([], False, stops),
-        (ids(f"<think>{ADD}"), True, ("</think>",)),
-        (ids(f"<think>{ADD} hm</think>"), True, stops),
-        (ids(f"<think>{ADD} hm</think>5"), False, stops),  # something else stopped it
-        (ids(f"<think>{ADD} hm</think>{ADD}"), False, stops),
-        (ids(f"<think>{ADD}<|im_end|>"), False, ("</think>",)),
-        (ids(ADD), False, stops),
-    ]:
-        assert fmt.stopped_early(ids_so_far, PROMPT) == stopped_early
-        assert fmt.next_stops(ids_so_far, PROMPT) == next_stops
-    assert fmt.next_stops([], OPENED) == stops and fmt.next_stops(ids("a"), OPENED) == ("</think>",)
-
-
-@pytest.mark.contract("xml")
 @pytest.mark.parametrize(
-    "text, expected",
+    "prompt, text, turn, stopped_early, next_stops",  # the turn that ends in the text, and what another request does
     [
-        ("5", Parsed("5")),
-        ("<answer> 5\n</answer>", Parsed("<answer> 5\n</answer>", [], "5")),
-        ("<answer></answer>", Parsed("<answer></answer>", [], "")),
-        (f"<reasoning><tool></reasoning>{ADD}", Parsed(f"<reasoning><tool></reasoning>{ADD}", [CALL])),
-        (f"<reasoning><answer></reasoning>{ADD}", Parsed(f"<reasoning><answer></reasoning>{ADD}", [CALL])),
-        ("<think>by <tool></think>I do not know", Parsed("<think>by <tool></think>I do not know")),
-        ("<answer>5</answer></tool>", Parsed("<answer>5</answer></tool>", [], "5")),
-        ("5</answer><answer>", Parsed("5</answer><answer>")),
-        ("5<|im_end|>", Parsed("5")),
-        ("5<|endoftext|>", Parsed("5")),
+        (PROMPT, f"{THOUGHT}{ADD}{ADD}", f"{THOUGHT}{ADD}", False, STOPS),
+        (OPENED, f"{ADD}</think>{ADD}", f"{ADD}</think>{ADD}", False, STOPS),
+        (PROMPT, f"<think>{ADD}<|im_end|>{ADD}", f"<think>{ADD}<|im_end|>", False, ("</think>",)),
+        (PROMPT, f"<think>{ADD}", None, True, ("</think>",)),
+        (PROMPT, f"<think>{ADD} hm</think>", None, True, STOPS),
+        (PROMPT, f"<think>{ADD} hm</think>5", None, False, STOPS),  # something else stopped it
+        (PROMPT, f"<think>{ADD} hm</think>{ADD}", f"<think>{ADD} hm</think>{ADD}", False, STOPS),
+        (PROMPT, ADD, ADD, False, STOPS),
+        (PROMPT, "", None, False, STOPS),
+        (OPENED, "", None, False, STOPS),
+        (OPENED, "a", None, True, ("</think>",)),
     ],
-)  # fmt: skip
-def test_xml(text, expected):
-    assert read(text) == expected
+)
+def test_a_turn_ends_at_its_first_closing_tag_outside_thinking(prompt, text, turn, stopped_early, next_stops):
+    """After a stop inside the thinking, only the end of the thinking stops the next request."""
+    sampled = ids(text)
+    assert XML_FORMAT.cut(sampled, prompt) == (len(sampled) if turn is None else len(ids(turn)), turn is not None)
+    assert XML_FORMAT.stopped_early(sampled, prompt) == stopped_early
+    assert XML_FORMAT.next_stops(sampled, prompt) == next_stops
 
 
 def add(a: int, b: str = "") -> str:
@@ -244,14 +233,12 @@ def add(a: int, b: str = "") -> str:
 TOOLS = {"add": add}
 TWO = [ToolCall("add", {"a": 2, "b": "x y"}), ToolCall("add", {"a": 3, "b": "7"})]
 JSON = '<tool_call>\n{"name": "add", "arguments": %s}\n</tool_call>'
-XML = (
-    "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n<parameter=b>\n%s\n</parameter>\n</function>\n"
-    "</tool_call>"
-)
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n%s\n</parameter>\n<parameter=b>\n%s\n</parameter>\n</function>"
+XML += "\n</tool_call>"
 GLM = (
-    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n<arg_key>b</arg_key>\n<arg_value>%s</arg_value>\n"
-    "</tool_call>"
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n<arg_key>b</arg_key>\n<arg_value>%s</arg_value>"
 )
+GLM += "\n</tool_call>"
 GEMMA = '<|tool_call>call:add{a:%s,b:<|"|>%s<|"|>}<tool_call|>'
 DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n%s\n```<｜tool▁call▁end｜>"
 LLAMA = '{"name": "add", "parameters": %s}'
@@ -271,7 +258,6 @@ QWEN_RESULTS = "<tool_response>\n5\n</tool_response>\n<tool_response>\nsix\n\n</
 class Family(NamedTuple):
     """What is expected of one family of models, written by hand."""
 
-    template: str
     tokens: tuple
     ends: set  # texts of the ids that end a turn
     thinking: str  # a thought, from the generation prompt on
@@ -284,92 +270,62 @@ class Family(NamedTuple):
     several: bool = True
 
 
-def qwen(template, first, second, broken, thinking, prompt="", results=QWEN_RESULTS, **kwargs):
-    return Family(
-        template, CHATML_TOKENS, {"<|im_end|>"}, thinking, first, second, broken,
-        f"<|im_end|>\n<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n{prompt}", **kwargs
-    )  # fmt: skip
+def qwen(first, second, broken, thinking, prompt="", results=QWEN_RESULTS):
+    suffix = f"<|im_end|>\n<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n{prompt}"
+    return Family(CHATML_TOKENS, {"<|im_end|>"}, thinking, first, second, broken, suffix)
 
 
-def gemma(template):
-    return Family(
-        template, GEMMA_TOKENS, {"<eos>", "<turn|>", "<|tool_response>"},
+FAMILIES = {
+    **dict.fromkeys(
+        ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"),
+        qwen(JSON % FIRST, JSON % SECOND, JSON % '{"a": ', "<think>\nhm %s\n</think>\n\n"),
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_think", "qwen3_6", "qwen3_8"),
+        qwen(XML % (2, "x y"), XML % (3, "7"), "<tool_call>\nadd(2)\n</tool_call>", "hm %s\n</think>\n\n",
+             "<think>\n", QWEN_RESULTS.replace("six\n\n", "six\n")),
+    ),
+    **dict.fromkeys(
+        ("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning"),
+        qwen(XML % (2, "x y"), XML % (3, "7"), "<tool_call>\n<function=add>2</function>\n</tool_call>",
+             "hm %s\n</think>\n", "<think>\n", QWEN_RESULTS + "\n"),
+    ),
+    **dict.fromkeys(("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"), Family(
+        GEMMA_TOKENS, {"<eos>", "<turn|>", "<|tool_response>"},
         "<|channel>thought\nhm %s\n<channel|>", GEMMA % (2, "x y"), GEMMA % (3, "7"),
         "<|tool_call>call:add{a:}<tool_call|>",
         '<|tool_response>response:add{value:<|"|>5<|"|>}<tool_response|>'
         '<|tool_response>response:add{value:<|"|>six\n<|"|>}<tool_response|>',
         between="",
-    )  # fmt: skip
-
-
-def llama(template):
-    header = "<|start_header_id|>%s<|end_header_id|>\n\n"
-    return Family(
-        template, (("<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"), ()), {"<|eot_id|>"}, "",
+    )),
+    **dict.fromkeys(("llama3_1", "llama3_2"), Family(
+        (("<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"), ()), {"<|eot_id|>"}, "",
         LLAMA % FIRST, "<|python_tag|>" + LLAMA % SECOND, LLAMA % '{"a": ',
-        f'<|eot_id|>{header % "ipython"}"5"<|eot_id|>{header % "assistant"}', between="; ", several=False,
-    )  # fmt: skip
-
-
-FAMILIES = {
-    family.template: family
-    for family in (
-        *(
-            qwen(name, JSON % FIRST, JSON % SECOND, JSON % '{"a": ', "<think>\nhm %s\n</think>\n\n")
-            for name in ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl")
-        ),
-        *(
-            qwen(name, XML % (2, "x y"), XML % (3, "7"), "<tool_call>\nadd(2)\n</tool_call>", "hm %s\n</think>\n\n",
-                 prompt="<think>\n", results=QWEN_RESULTS.replace("six\n\n", "six\n"))
-            for name in ("qwen3_5_think", "qwen3_6", "qwen3_8")
-        ),
-        *(
-            qwen(name, XML % (2, "x y"), XML % (3, "7"), "<tool_call>\n<function=add>2</function>\n</tool_call>",
-                 "hm %s\n</think>\n", prompt="<think>\n", results=QWEN_RESULTS + "\n")
-            for name in ("nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning")
-        ),
-        *(gemma(name) for name in ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5")),
-        *(llama(name) for name in ("llama3_1", "llama3_2")),
-        Family(
-            "glm4moe", (("<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>"), ("<think>", "</think>")),
-            {"<|endoftext|>", "<|user|>", "<|observation|>"}, "\n<think>hm %s</think>\n",
-            GLM % (2, "x y"), GLM % (3, "7"), "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>",
-            f"<|observation|>\n{QWEN_RESULTS}<|assistant|>",
-        ),
-        Family(
-            "lfm2_v2", (CHATML_TOKENS[0], ("<|tool_call_start|>", "<|tool_call_end|>")), {"<|im_end|>"},
-            "<think>hm %s</think>", "add(a=2, b='x y')", "add(a=3, b=\"7\")", "add(a=)",
-            "<|im_end|>\n<|im_start|>tool\n<|tool_response_start|>5<|tool_response_end|><|im_end|>\n<|im_start|>tool\n"
-            "<|tool_response_start|>six\n<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n",
-            around="<|tool_call_start|>[%s]<|tool_call_end|>", between=", ",
-        ),
-        *(
-            Family(
-                name, (CHATML_TOKENS[0], ("<|tool_call_start|>", "<|tool_call_end|>")), {"<|im_end|>"},
-                "<think>hm %s</think>", "add(a=2, b='x y')", "add(a=3, b=\"7\")", "add(a=)",
-                "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>tool\nsix\n<|im_end|>\n<|im_start|>assistant\n",
-                around="<|tool_call_start|>[%s]<|tool_call_end|>", between=", ",
-            )
-            for name in ("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl")
-        ),
-        Family(
-            "deepseekv3",
-            (("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"), ("<｜tool▁call▁begin｜>",)),
-            {"<｜end▁of▁sentence｜>"}, "hm %s\n</think>\n\n", DEEPSEEK % FIRST, DEEPSEEK % SECOND, DEEPSEEK % '{"a": ',
-            "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>5<｜tool▁output▁end｜>"
-            "<｜tool▁output▁begin｜>six\n<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
-            around="<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>",
-        ),
-        Family(
-            "gptoss", (("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>"), ()),
-            {"<|return|>", "<|call|>"}, "<|channel|>analysis<|message|>hm %s<|end|><|start|>assistant",
-            " to=functions.add<|channel|>commentary json<|message|>" + FIRST,
-            "<|channel|>commentary to=functions.add <|constrain|>json<|message|>" + SECOND,
-            " to=functions.add<|channel|>commentary json<|message|>{",
-            '<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"5"<|end|><|start|>assistant',
-            between="<|end|><|start|>assistant", several=False,
-        ),
-    )
+        '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"5"'
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", between="; ", several=False,
+    )),
+    "glm4moe": Family(
+        (("<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>"), ("<think>", "</think>")),
+        {"<|endoftext|>", "<|user|>", "<|observation|>"}, "\n<think>hm %s</think>\n",
+        GLM % (2, "x y"), GLM % (3, "7"), "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>",
+        f"<|observation|>\n{QWEN_RESULTS}<|assistant|>",
+    ),
+    "deepseekv3": Family(
+        (("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"), ("<｜tool▁call▁begin｜>",)),
+        {"<｜end▁of▁sentence｜>"}, "hm %s\n</think>\n\n", DEEPSEEK % FIRST, DEEPSEEK % SECOND, DEEPSEEK % '{"a": ',
+        "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>5<｜tool▁output▁end｜>"
+        "<｜tool▁output▁begin｜>six\n<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+        around="<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>",
+    ),
+    "gptoss": Family(
+        (("<|return|>", "<|call|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>"), ()),
+        {"<|return|>", "<|call|>"}, "<|channel|>analysis<|message|>hm %s<|end|><|start|>assistant",
+        " to=functions.add<|channel|>commentary json<|message|>" + FIRST,
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>" + SECOND,
+        " to=functions.add<|channel|>commentary json<|message|>{",
+        '<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"5"<|end|><|start|>assistant',
+        between="<|end|><|start|>assistant", several=False,
+    ),
 }  # fmt: skip
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
 
@@ -394,23 +350,17 @@ def parse(fmt, text):
     return fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS)
 
 
-def test_arguments_as_text_are_written_once():
+@pytest.mark.parametrize("name, template, text", [
+    ("xml", "qwen2_5", "< |im_end|>"), ("hermes", "qwen2_5", "< |im_end|>"), ("xml", "deepseekv3", "<|im_end|>")
+])  # fmt: skip
+def test_arguments_as_text_are_written_once(name, template, text):
     """As OpenAI's API has them, whatever the template takes; a control token does not hide behind an escape."""
-    given = '{"a": 2, "b": "\\u003c|im_end|>"}'
-    for template, written in (
-        ("qwen2_5", '{"a": 2, "b": "< |im_end|>"}'),
-        ("deepseekv3", '{"a": 2, "b": "<|im_end|>"}'),
-    ):
-        text = (TEMPLATES / f"{template}.jinja").read_text()
-        tokenizer = byte_tokenizer(text, FAMILIES["qwen3"].tokens[0] if template == "qwen2_5" else ("<eos>",))
-        for name in ("xml", "hermes") if template == "qwen2_5" else ("xml",):
-            fmt = make_format(name, tokenizer)
-            for arguments in (given, json.loads(given)):
-                call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-                calls = {"role": "assistant", "content": "", "tool_calls": [call]}
-                (clean,) = fmt.clean([calls], Origin.OUTSIDE)
-                rendered = fmt._render([{"role": "user", "content": "?"}, clean])
-                assert written in rendered, rendered
+    special = CHATML_TOKENS[0] if template == "qwen2_5" else ("<eos>",)
+    fmt = make_format(name, byte_tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special))
+    for arguments in ('{"a": 2, "b": "\\u003c|im_end|>"}', {"a": 2, "b": "<|im_end|>"}):
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        read = fmt.clean([{"role": "assistant", "content": "", "tool_calls": [call]}], Origin.OUTSIDE)
+        assert f'{{"a": 2, "b": "{text}"}}' in fmt._render([ASKED, *read])
 
 
 @pytest.mark.contract("native")
@@ -425,11 +375,8 @@ def test_the_suffix_of_results_of_a_family(name):
     if name.startswith("nemotron"):  # its template ends a line before the end of turn
         expected = ids("\n" + family.suffix, fmt.tokenizer)
     assert suffix == expected
-    whole = fmt.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "?"}, fmt.turn_message(TWO[:number]), *messages],
-        tools=[tool_schema("add", add)], add_generation_prompt=True, return_dict=False,
-    )  # fmt: skip
-    assert whole[-len(suffix) :] == suffix
+    whole = fmt._render([ASKED, fmt.turn_message(TWO[:number]), *messages], tools=[tool_schema("add", add)])
+    assert ids(whole, fmt.tokenizer)[-len(suffix) :] == suffix
     # Whichever id ended the turn, the template's end of turn is not there twice.
     closing = min((text for text in FAMILIES[name].ends if text in family.suffix), key=family.suffix.index)
     for end in fmt.ends:
@@ -442,74 +389,58 @@ def test_the_suffix_of_results_of_a_family(name):
 def test_an_end_of_turn_that_opens_the_next_message_stands_after_another_end(tool_format):
     """For every template of TRL's: the header of the next message is there once, whatever ended the turn."""
     tried, other = 0, "<|other_end|>"
-    for name, tokenizer in tokenizers_of_trl(other):
-        try:
-            fmt = make_format(tool_format, tokenizer, extra_ends=tokenizer.convert_tokens_to_ids([other]))
-        except ValueError:  # has no tools, or takes pictures alone
-            continue
+    for name, fmt in formats_of_trl(tool_format).items():
         for calls in ([], TWO[:1]) if tool_format == "native" else ([],):
             messages = fmt.results(calls, RESULTS[:1]) if calls else [{"role": "user", "content": "go on"}]
             whole = fmt.suffix(calls, messages)
             closing = re.match(r"\s*(<[^<>]+>)?", whole)
             for end in (closing[1] or other, other):
-                if tokenizer.convert_tokens_to_ids(end) not in fmt.ends:
+                sampled = fmt.tokenizer.convert_tokens_to_ids([end])
+                if not fmt.ends.issuperset(sampled):
                     continue  # ends the thinking, too
-                sampled = tokenizer.convert_tokens_to_ids([end])
                 stands = closing[1] in HEADERS and end != closing[1]
                 expected = whole if stands or not closing[1] else whole[closing.end() :]
-                assert tokenizer.decode(fmt.suffix_ids(calls, messages, sampled)) == expected, (name, end)
+                assert fmt.tokenizer.decode(fmt.suffix_ids(calls, messages, sampled)) == expected, (name, end)
                 tried += 1
     assert tried > 60
+
+
+def squeezed(text):
+    return "".join(text.split())
 
 
 @pytest.mark.parametrize("tool_format", ["native", "xml"])
 def test_thinking_of_a_history_is_written_in_its_tags_or_left_out(tool_format):
     """For every template of TRL's: a turn as it was sampled, in a history that is rendered again."""
     tried = 0
-    for name, tokenizer in tokenizers_of_trl():
-        try:
-            fmt = make_format(tool_format, tokenizer)
-        except ValueError:
-            continue
-        asked, (opening, closing) = {"role": "user", "content": "?"}, fmt.thinking
-        opened = fmt._render([asked]).rstrip().endswith(opening.strip())
-        written, answer = fmt._render([asked, {"role": "assistant", "content": "Then."}]), "Then."
-        if tool_format == "native" and opening == "<|channel|>analysis<|message|>":
-            answer = "<|start|>assistant<|channel|>final<|message|>Then."
-        text = f"{'' if opened else opening}T-one{closing}{answer}"
-        for following in ([], [asked], fmt.results(TWO[:1], RESULTS[:1])):
-            if following[:1] and following[0]["role"] == "tool":
-                call = fmt.syntax.example(fmt._render([asked, fmt.turn_message(TWO[:1])], add_generation_prompt=False))
-                turn = {"role": "assistant", "content": f"{'' if opened else opening}T-one{closing}{call}"}
-            else:
-                turn = {"role": "assistant", "content": text}
-            arguments = {
-                **fmt.prompt([asked, turn, *following], {}),
-                "add_generation_prompt": False,
-                "tokenize": False,
-            }
-            rendered = "".join(tokenizer.apply_chat_template(**arguments).split())
-            block = "".join(f"{opening}T-one{closing}".split())
-            empty = "".join(f"{opening}{closing}".split())
-            assert rendered.count(block) == ("T-one" in rendered), (name, rendered)
-            assert "T-one" not in rendered or empty not in rendered, (name, rendered)
-            assert rendered.count(closing) - "".join(written.split()).count(closing) < 2 or "gptoss" in name
+    for name, fmt in formats_of_trl(tool_format).items():
+        opening, closing = fmt.thinking
+        opened = fmt._render([ASKED]).rstrip().endswith(opening.strip())
+        written = fmt._render([ASKED, {"role": "assistant", "content": "Then."}])
+        final = (
+            "<|start|>assistant<|channel|>final<|message|>" if (tool_format, closing) == ("native", "<|end|>") else ""
+        )
+        for following in ([], [ASKED], fmt.results(TWO[:1], RESULTS[:1])):
+            turn = f"{final}Then."
+            if following and following[0]["role"] == "tool":
+                called = fmt._render([ASKED, fmt.turn_message(TWO[:1])], add_generation_prompt=False)
+                turn = re.search(f"(?:{fmt.begins}).*?(?:{fmt.closes})", called, re.DOTALL)[0].strip()
+            turn = {"role": "assistant", "content": f"{'' if opened else opening}T-one{closing}{turn}"}
+            shown = {**fmt.prompt([ASKED, turn, *following], {}), "add_generation_prompt": False, "tokenize": False}
+            rendered = squeezed(fmt.tokenizer.apply_chat_template(**shown))
+            assert rendered.count(squeezed(f"{opening}T-one{closing}")) == ("T-one" in rendered), (name, rendered)
+            assert "T-one" not in rendered or squeezed(opening + closing) not in rendered, (name, rendered)
+            assert rendered.count(closing) - squeezed(written).count(closing) < 2 or "gptoss" in name
             tried += 1
     assert tried > 60
 
 
 @EVERY_FAMILY
 def test_values_of_a_family_are_read_as_the_template_writes_them(name):
-    """Some escape backslashes in lists and dicts alone."""
-    fmt, lists = (
-        native(name),
-        [{"code": "a\nb"}, [r"C:\new", "it's"], {"path": r"C:\new", "deep": [{"a": None}]}, -1.5],
-    )
-    texts = [ToolCall("add", {"a": 2, "b": path}) for path in (r"C:\new\table", r"\d+\b", "a\\\nb", "C:\\")]
-    values = [ToolCall("add", {"a": value, "b": r"C:\new"}) for value in lists if name.startswith("lfm2")]
-    for call in texts + values:
-        written = fmt._render([{"role": "user", "content": "?"}, fmt.turn_message([call])])
-        assert fmt.syntax.split(written, {} if call in values else TOOLS)[0] == [call], written
+    for text in (r"C:\new\table", r"\d+\b", "a\\\nb", "C:\\"):
+        call, fmt = ToolCall("add", {"a": 2, "b": text}), native(name)
+        written = fmt._render([ASKED, fmt.turn_message([call])])
+        assert fmt.syntax.split(written, TOOLS)[0] == [call], written
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
@@ -549,8 +480,7 @@ def test_calls_of_a_family(name):
     assert broken.error and broken.name in (None, "add")
     if family.several:
         assert calls(family.first, family.second) == TWO
-        listed = name.startswith("lfm2")  # parsed as a whole
-        assert calls(family.first, family.broken, family.second) == ([broken] if listed else [TWO[0], broken, TWO[1]])
+        assert calls(family.first, family.broken, family.second) == [TWO[0], broken, TWO[1]]
     else:
         assert [call.error for call in calls(family.first, family.second)] == [SEVERAL_CALLS]
 
@@ -577,60 +507,23 @@ def test_thinking_of_a_family(name):
 def test_an_edited_history_of_a_family_keeps_its_results(name):
     """Its turns are text. Where the template loses results behind calls in a text, it gets the calls as calls."""
     family, fmt = FAMILIES[name], native(name)
-    number = 2 if family.several else 1
-    turn = {
-        "role": "assistant",
-        "content": family.around % family.between.join([family.first, family.second][:number]),
-    }
-    asked = {"role": "user", "content": "?"}
+    calls, texts = TWO[: 1 + family.several], [family.first, family.second][: 1 + family.several]
 
-    def rendered(messages):
+    def rendered(text, *results):
+        turn = {"role": "assistant", "content": family.around % text} if isinstance(text, str) else text
+        messages = [ASKED, turn, *fmt.results(calls, [ToolResult(each) for each in results])]
         return fmt.tokenizer.apply_chat_template(**{**fmt.prompt(messages, TOOLS), "tokenize": False})
 
-    results = fmt.results(TWO[:number], [ToolResult(f"result-{k}") for k in range(number)])
-    text = rendered([asked, turn, *results])
-    assert all(part in text for k in range(number) for part in (f"result-{k}", ("x y", "7")[k]))
+    written = rendered(family.between.join(texts), "result-0", "result-1")
+    assert all(part in written for k in range(len(calls)) for part in (f"result-{k}", ("x y", "7")[k]))
     if not fmt.keeps_results:
-        assert text == rendered([asked, fmt.turn_message(TWO[:number]), *results])
-        broken = {"role": "assistant", "content": family.around % family.broken}
-        assert "cannot be read" in rendered([asked, broken, *fmt.results(TWO[:1], [ToolResult("it cannot be read")])])
-
-
-@pytest.mark.parametrize("name", ["gemma4", "gptoss"])
-def test_a_call_that_was_only_thought_is_not_that_of_a_result(name):
-    """In a history that an environment has edited, for a template that loses results behind text."""
-    family, fmt = FAMILIES[name], native(name)
-    assert not fmt.keeps_results
-    thought, written = (family.around % call for call in (family.first, family.second))
-    turn = {"role": "assistant", "content": family.thinking % thought + written}
-    messages = [{"role": "user", "content": "?"}, turn, *fmt.results(TWO[1:], RESULTS[:1])]
-    (call,) = fmt.with_calls(messages, TOOLS)[1]["tool_calls"]
-    assert fmt._with_arguments(call)["function"]["arguments"] == fmt.arguments(TWO[1].arguments)
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("lfm2")])
-def test_a_list_of_calls_in_python(name):
-    """A text inside an argument is no call, names are those of tools, and a list that does not parse is one error."""
-
-    def split(text):
-        return native(name).syntax.split(f"<|tool_call_start|>[{text}]<|tool_call_end|>", TOOLS)[0]
-
-    for text in ("f(x), add(a=9)], g(y", "null true", 'a="b', "=", "# 5"):
-        assert split(f"add(a=1, b='{text}'),\n add(b='')") == [
-            ToolCall("add", {"a": 1, "b": text}),
-            ToolCall("add", {"b": ""}),
-        ]
-    calls = split("get-weather(city='x'), fs.read(a=true), add(a=null, b=-1.5)")
-    assert [call.name for call in calls] == ["get-weather", "fs.read", "add"]
-    assert [call.arguments for call in calls] == [{"city": "x"}, {"a": True}, {"a": None, "b": -1.5}]
-    code = "print('f(x)', true)  # it's\n"
-    assert split(f'run(code="""{code}""")') == [ToolCall("run", {"code": code})]
-    assert split("add(a=1), t0 (b=2)")[0].error and split("add(a=1), (t0)(b=2)")[0].error
-    broken = (
-        "add(a=1), add(2)|plan(get(1), add(a=9))|say(b='it's'), add(a=9)|1, 2||add(a={1})|add(**{'a': 1})|add(a=b)"
-    )
-    for text in (*broken.split("|"), "add(a=1", "'" * 9):
-        assert [(call.name, call.error) for call in split(text)] == [(None, "the call cannot be read")], text
+        assert written == rendered(fmt.turn_message(calls), "result-0", "result-1")
+        assert "cannot be read" in rendered(family.broken, "it cannot be read")
+        # A call that was only thought is not that of a result.
+        thought = family.thinking % (family.around % family.first) + family.around % family.second
+        history = [ASKED, {"role": "assistant", "content": thought}, *fmt.results(TWO[1:], RESULTS[:1])]
+        (call,) = fmt.with_calls(history, TOOLS)[1]["tool_calls"]
+        assert fmt._with_arguments(call)["function"]["arguments"] == fmt.arguments(TWO[1].arguments)
 
 
 IN_TAGS = {
@@ -661,31 +554,24 @@ def test_a_family_with_thinking_on_or_off(name, kwargs):
     behind = prompt + turn + fmt.suffix_ids(TWO[:1], fmt.results(TWO[:1], RESULTS), turn)
     opened = name.startswith(("qwen3_5", "qwen3_6", "qwen3_8", "nemotron")) and enabled
     # DeepSeek's template opens it at the start alone, whatever is asked; the newest of Gemma 4 behind results alone.
-    at_start, behind_results = (
-        opened or name == "deepseekv3",
-        opened or (name == "gemma4_v5" and "enable_thinking" in kwargs and enabled),
-    )
-    for where, expected in ((prompt, at_start), (behind, behind_results)):
+    at_start, by_gemma = opened or name == "deepseekv3", name == "gemma4_v5" and "enable_thinking" in kwargs
+    for where, expected in ((prompt, at_start), (behind, opened or (by_gemma and enabled))):
         assert fmt.parse(turn, where, TOOLS) == Parsed(text, [] if expected else TWO[:1], None, expected)
 
 
 def test_results_are_messages_of_their_calls():
-    assert native("qwen3").results([ToolCall("fs/read:2", {})], RESULTS[:1])[0]["name"] == "fs/read:2"
-    broken = ToolCall("a<|im_end|>", {}, "no")
-    assert native("qwen3").results([TWO[0], broken], RESULTS) == [
+    """Plain messages may stand after them, or alone."""
+    fmt, go = native("qwen3"), {"role": "user", "content": "go"}
+    results = fmt.results([TWO[0], ToolCall("a<|im_end|>", {}, "no")], RESULTS)
+    assert results == [
         {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "5"},
         {"role": "tool", "name": "unknown", "tool_call_id": "call00001", "content": "six\n"},
     ]
-
-
-def test_plain_messages_behind_results():
-    fmt = native("qwen3")
-    messages = [*fmt.results(TWO, RESULTS), {"role": "user", "content": "go"}]
+    assert fmt.results([ToolCall("fs/read:2", {})], RESULTS[:1])[0]["name"] == "fs/read:2"
     behind = "<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
-    expected = f"<|im_end|>\n<|im_start|>user\n{QWEN_RESULTS}{behind}"
-    assert fmt.suffix_ids(TWO, messages, []) == ids(expected, fmt.tokenizer)
-    expected = "<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
-    assert fmt.suffix_ids(TWO, messages[2:], []) == ids(expected, fmt.tokenizer)
+    whole = f"<|im_end|>\n<|im_start|>user\n{QWEN_RESULTS}{behind}"
+    assert fmt.suffix_ids(TWO, [*results, go], []) == ids(whole, fmt.tokenizer)
+    assert fmt.suffix_ids(TWO, [go], []) == ids(behind, fmt.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -707,13 +593,6 @@ def test_broken_calls_are_calls_with_an_error(text, errors):
     assert [call.error for call in parse(make_format("hermes", tokenizer_of("qwen3")), text).calls] == errors
 
 
-def test_values_without_quotes_are_typed_by_the_tool():
-    fmt = native("qwen3_5_think")
-    text = "</think>" + XML % ("3", "7")
-    assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt), TOOLS).calls == [ToolCall("add", {"a": 3, "b": "7"})]
-    assert fmt.parse(ids(text, fmt.tokenizer), prompt_of(fmt)).calls == [ToolCall("add", {"a": 3, "b": 7})]
-
-
 def test_a_template_that_leaves_tools_out_needs_a_system_prompt():
     fmt = native("deepseekv3")
     with pytest.raises(ValueError, match=r"do not name 'add'"):
@@ -725,9 +604,9 @@ def test_a_template_that_leaves_tools_out_needs_a_system_prompt():
     "fmt, name, part",
     [
         ("hermes", "qwen3_5_think", "writes calls in another syntax than this tool_format reads"),
+        ("native", "lfm2_v2", r"writes calls in another syntax .*\[get_total\(.*Use another one \(hermes, xml\)"),
         ("hermes", "phi3", "has no tool support: it leaves calls out"),
-        ("native", "phi3", "Syntaxes of calls that work: hermes"),
-        ("native", "idefics3", "cannot render a turn with calls"),
+        ("native", "idefics3", "cannot render calls"),
     ],
 )
 def test_templates_without_a_known_syntax_are_refused(fmt, name, part):
@@ -751,17 +630,11 @@ def test_no_text_of_a_model_raises(fmt, name):
     fmt, family, rng = make_format(fmt, tokenizer_of(name)), FAMILIES[name], random.Random(0)
     prompt = prompt_of(native(name))
     whole = f"{family.thinking}{family.around % family.first}{family.second}{family.broken}<answer>5</answer>{ADD}"
-    parts = [
-        *re.findall(r"\w+|\s+|.", whole, re.DOTALL),
-        *fmt.tokenizer.get_added_vocab(),
-        "[" * 300,
-        "9" * 5000,
-        "\ud800",
-    ]
+    parts = re.findall(r"\w+|\s+|.", whole, re.DOTALL) + [*fmt.tokenizer.get_added_vocab(), "[" * 300, "9" * 5000]
     for _ in range(40):
         a, b = sorted(rng.choices(range(len(whole)), k=2))
         text = whole[a:b] if rng.random() < 0.3 else "".join(rng.choices(parts, k=rng.randrange(40)))
-        sampled = ids(text.encode("utf-8", "replace").decode(), fmt.tokenizer)
+        sampled = ids(text, fmt.tokenizer)
         parsed = fmt.parse(sampled, prompt, TOOLS)
         assert all(call.error or call.name in (*TOOLS, *re.findall(r"\w+", text)) for call in parsed.calls)
         length, ended = fmt.cut(sampled, prompt)

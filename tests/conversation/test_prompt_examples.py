@@ -5,11 +5,12 @@ import json
 import pytest
 from datasets import Dataset
 from scripted import ANSWER, CHATML_TOKENIZER, Scripted
-from test_formats import EVERY_FAMILY, RESULTS, TOOLS, TWO, native
+from test_formats import EVERY_FAMILY, TOOLS, TWO, native
 from test_trainer import settings
 
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
+from mt_grpo.rollout import ToolResult, join
 from mt_grpo.training.shared_prompts import SharedRow
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -35,31 +36,19 @@ def tool(text):
 STRUCTURED = [user("Double 4 km."), assistant("I ask.", {"number": 4, "unit": "km"}), tool("8 km"),
               assistant("<answer>8 km</answer>")]  # fmt: skip
 CALL = '<tool>{"name": "double", "args": {"number": 4, "unit": "km"}}</tool>'
-IN_TEXT = [user("Double 4 km."), assistant(f"I ask.\n{CALL}"),
-           tool("8 km"), assistant("<answer>8 km</answer>")]  # fmt: skip
+IN_TEXT = [STRUCTURED[0], assistant(f"I ask.\n{CALL}"), *STRUCTURED[2:]]
 PLAIN = [user("Hello"), assistant("<answer>Hello!</answer>")]
 
-READ = """<|im_start|>system
-Be short.<|im_end|>
-<|im_start|>user
-Double 4 km.<|im_end|>
-<|im_start|>assistant
-I ask.
-<tool>{"name": "double", "args": {"number": 4, "unit": "km"}}</tool><|im_end|>
-<|im_start|>user
-<result>
-8 km
-</result><|im_end|>
-<|im_start|>assistant
-<answer>8 km</answer><|im_end|>
-<|im_start|>user
-Hello<|im_end|>
-<|im_start|>assistant
-<answer>Hello!</answer><|im_end|>
-<|im_start|>user
-Double 5.<|im_end|>
-<|im_start|>assistant
-"""
+
+def written(*turns):
+    """A conversation in ChatML, up to the next generation prompt."""
+    texts = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns]
+    return "".join([*texts, "<|im_start|>assistant\n"])
+
+
+LIVED = [("user", "Double 4 km."), ("assistant", f"I ask.\n{CALL}"), ("user", "<result>\n8 km\n</result>"),
+         ("assistant", "<answer>8 km</answer>")]  # fmt: skip
+HELLO = [("user", "Hello"), ("assistant", "<answer>Hello!</answer>")]
 
 
 def make_env(*examples, system="Be short.", tools=(double,), **kwargs):
@@ -68,65 +57,44 @@ def make_env(*examples, system="Be short.", tools=(double,), **kwargs):
 
 @pytest.mark.parametrize("example", [STRUCTURED, IN_TEXT], ids=["tool_calls", "text"])
 def test_examples_stand_behind_the_system_prompt_as_a_conversation_has_them(example):
-    env = make_env(example, PLAIN)
-    (rollout,) = env.start([[user("Double 5.")]])
-    assert CHATML_TOKENIZER.decode(rollout.prompt_ids) == READ
-
-
-def test_a_rows_own_system_message_stays_in_front():
-    env = make_env(PLAIN)
-    own = {"role": "system", "content": "Mine."}
-    (rollout,) = env.start([[own, user("Double 5.")]])
-    assert [m["content"] for m in rollout.prompt_messages] == [
-        "Mine.",
-        "Hello",
-        "<answer>Hello!</answer>",
-        "Double 5.",
-    ]
+    """A row's own system message stays in front, and nobody can change the examples for others."""
+    env, own = make_env(example, PLAIN), {"role": "system", "content": "Mine."}
+    for system in ("Be short.", "Mine.", "Be short."):
+        (rollout,) = env.start([[own, user("Double 5.")] if system == "Mine." else [user("Double 5.")]])
+        expected = written(("system", system), *LIVED, *HELLO, ("user", "Double 5."))
+        assert CHATML_TOKENIZER.decode(rollout.prompt_ids) == expected
+        rollout.prompt_messages[1]["content"] = "Changed"
     (rollout,) = make_env(PLAIN, system=None).start([[user("Double 5.")]])
-    assert [m["role"] for m in rollout.prompt_messages] == ["user", "assistant", "user"]
+    assert CHATML_TOKENIZER.decode(rollout.prompt_ids) == written(*HELLO, ("user", "Double 5."))
 
 
 def test_examples_stand_before_what_an_environment_says_first():
     class Game:
-        def reset(self, **row):
-            return "Your move."
-
-        def respond(self, rollout, turn):
-            return None
+        reset = lambda self, **row: "Your move."  # noqa: E731
+        respond = lambda self, rollout, turn: None  # noqa: E731
 
     env = make_env(PLAIN, tools=[], environment=Game)
     (rollout,) = env.generate([""], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
-    assert [m["content"] for m in rollout.prompt_messages[1:]] == ["Hello", "<answer>Hello!</answer>", "Your move."]
-    assert CHATML_TOKENIZER.decode(rollout.prompt_ids).count("<answer>Hello!</answer>") == 1
-
-
-def test_nobody_can_change_the_examples_for_others():
-    env = make_env(PLAIN)
-    (rollout,) = env.start([[user("Double 5.")]])
-    rollout.prompt_messages[1]["content"] = "Changed"
-    (other,) = env.start([[user("Double 6.")]])
-    assert other.prompt_messages[1]["content"] == "Hello" and PLAIN[0]["content"] == "Hello"
+    expected = written(("system", "Be short."), *HELLO, ("user", "Your move."))
+    assert CHATML_TOKENIZER.decode(rollout.prompt_ids) == expected
 
 
 @EVERY_FAMILY
 def test_examples_read_as_lived_conversations_or_are_refused(name):
     """Two examples, one of two rounds. DeepSeek V3's template writes later calls of a prompt otherwise."""
-    fmt = native(name)
-    call = {"name": TWO[0].name, "arguments": TWO[0].arguments}
-    calling = {"role": "assistant", "tool_calls": [call]}
+    fmt, calling = native(name), {"role": "assistant", "tool_calls": [vars(TWO[0])]}
     one = [user("Add."), calling, tool("R1"), assistant("It is 5.")]
     two = [user("Add twice."), calling, tool("R2"), calling, tool("R3"), assistant("It is 7.")]
+    read = read_prompt_examples([one, two])
     if name == "deepseekv3":
-        with pytest.raises(ValueError, match="example 2: .*writes these results differently"):
-            written_examples(read_prompt_examples([one, two]), fmt, TOOLS, True)
+        with pytest.raises(ValueError, match="example 2: .*or writes it differently later"):
+            written_examples(read, fmt, TOOLS, True)
         return
-    messages = written_examples(read_prompt_examples([one, two]), fmt, TOOLS, True)
-    asked = [{"role": "system", "content": "Use add."}, *messages, user("And now?")]
+    asked = [{"role": "system", "content": "Use add."}, *written_examples(read, fmt, TOOLS, True), user("And now?")]
     rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt(asked, TOOLS), "tokenize": False})
-    for number, text in enumerate(("R1", "R2", "R3")):
-        lived = fmt.suffix(TWO[:1], fmt.results(TWO[:1], [type(RESULTS[0])(text)]))
-        assert rendered.count(lived[: lived.rindex(text) + 2]) == 1, number
+    for text in ("R1", "R2", "R3"):
+        lived = fmt.suffix(TWO[:1], fmt.results(TWO[:1], [ToolResult(text)]))
+        assert rendered.count(lived[: lived.rindex(text) + 2]) == 1, text
 
 
 def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
@@ -134,70 +102,72 @@ def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
     rows = [{"prompt": [user(f"Double {n}.")], "answer": str(2 * n)} for n in (3, 4)]
     env = MultiTurnToolEnv([double], "Be short.", prompt_examples=[STRUCTURED, PLAIN])
     args = settings(tmp_path, per_device_train_batch_size=8, num_generations=4, max_completion_length=12, max_steps=1)
-    laid_out, rolled_out, lay_out = [], [], SharedRow.__init__
+    laid_out, sampled, lay_out = [], [], SharedRow.__init__
+    monkeypatch.setattr(SharedRow, "__init__", lambda self, *a, **k: laid_out.append(self) or lay_out(self, *a, **k))
 
-    def noted(self, *args, **kwargs):
-        lay_out(self, *args, **kwargs)
-        laid_out.append(self)
+    def reward(completion_ids, **kwargs):
+        sampled.extend(sorted(join(completion_ids)))
+        return [float(i % 2) for i in range(len(completion_ids))]
 
-    monkeypatch.setattr(SharedRow, "__init__", noted)
-
-    class Watched(MTGRPOEnvTrainer):
-        def _roll_out(self, rows):
-            rolled_out.extend(super()._roll_out(rows))
-            return rolled_out
-
-    def reward(completions, **kwargs):
-        return [float(i % 2) for i in range(len(completions))]
-
-    trainer = Watched(
-        random_model, env, [], [reward], args=MTGRPOConfig(**args), train_dataset=Dataset.from_list(rows)
-    )
+    data = Dataset.from_list(rows)
+    trainer = MTGRPOEnvTrainer(random_model, env, [], [reward], args=MTGRPOConfig(**args), train_dataset=data)
     trainer.train()
-    tokenizer, ids = trainer.processing_class, [rollout.prompt_ids for rollout in rolled_out]
-    assert all(tokenizer.decode(each).count("<answer>8 km</answer>") == 1 for each in ids)
-    (row,) = [row for row in laid_out if len(row.labels[0]) == sum(len(r.completion_ids) for r in rolled_out)]
-    sampled = sorted(token for rollout in rolled_out for token in rollout.completion_ids)
+    (row,) = [row for row in laid_out if len(row.labels[0]) == len(sampled)]
     assert sorted(row.labels[0].tolist()) == sampled  # the tokens whose logprobs the loss asks for
-    read = tokenizer.decode(row.input_ids[0])
+    read = trainer.processing_class.decode(row.input_ids[0])
     assert read.count("<answer>8 km</answer>") == 1 and read.count("Hello!") == 1  # once, for both groups
 
 
+def asking(*turns):
+    return [user("x"), *turns, assistant("y")]
+
+
 MISWRITTEN = {
-    "unknown tool": ([user("x"), assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8"), assistant("y")],
-                     "a call that cannot run: unknown tool 'dobule'. Known tools: double"),
-    "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
-    "two calls in a turn": ([user("x"), assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10"),
-                             assistant("y")], "goes on after the end of the turn, or has two calls"),
-    "control token": ([user("x"), assistant("8<|im_end|>")], "has the token '<|im_end|>'"),
+    "unknown tool": (asking(assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8")),
+                     "1 calls, 1 results. unknown tool 'dobule'. Known tools: double"),
+    "no result": (asking(assistant("", {"number": 4}), user("z")), "1 calls, 0 results"),
+    "two calls in a turn": (asking(assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10")),
+                            "1 calls, 2 results"),
+    "control token": ([user("x"), assistant("8<|im_end|>")], "has a token that begins or ends a message"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("example", "error"), MISWRITTEN.values(), ids=MISWRITTEN)
-def test_examples_that_a_format_cannot_have(example, error):
+@pytest.mark.parametrize(("wrong", "error"), MISWRITTEN.values(), ids=MISWRITTEN)
+def test_examples_that_a_format_cannot_have(wrong, error):
     fmt = make_format("xml", CHATML_TOKENIZER)
-    with pytest.raises(ValueError, match=f"prompt_examples, example 2.*{error.replace('|', chr(92) + '|')}"):
-        written_examples(read_prompt_examples([PLAIN, example]), fmt, {"double": double}, True)
+    with pytest.raises(ValueError, match=f"prompt_examples, example 2: .*{error}"):
+        written_examples(read_prompt_examples([PLAIN, wrong]), fmt, {"double": double}, True)
 
 
-@pytest.mark.parametrize("example, roles", [([PLAIN[0], *PLAIN], "uua"), ([user(" "), PLAIN[1]], "_a")])
-def test_an_example_out_of_order_is_refused(example, roles):
-    with pytest.raises(ValueError, match=f"example 2 has an empty message .*order: {roles}"):
-        read_prompt_examples([PLAIN, example])
+@pytest.mark.parametrize("template", ["llama3_1", "gptoss"])
+def test_examples_of_more_calls_than_a_template_takes(template):
+    calling = {"role": "assistant", "tool_calls": [vars(TWO[0])] * 2}
+    with pytest.raises(ValueError, match="prompt_examples, example 1: .*calls"):
+        read = read_prompt_examples([asking(calling, tool("8"), tool("8"))])
+        written_examples(read, native(template), TOOLS, True)
+
+
+@pytest.mark.parametrize("wrong, error", [
+    ([PLAIN[0], *PLAIN], "example 2 has an empty message .*order: uua"),
+    ([user(" "), PLAIN[1]], "example 2 has an empty message .*order: _a"),
+    (asking({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}), "tool_calls.0.name: Field required"),
+])  # fmt: skip
+def test_what_is_no_example(wrong, error):
+    with pytest.raises(ValueError, match=f"prompt_examples: .*{error}"):
+        read_prompt_examples([PLAIN, wrong])
 
 
 def test_control_tokens_of_a_result_are_broken():
-    example = [user("x"), assistant("", {"number": 4}), tool("8</result><|im_end|>"), assistant("y")]
-    fmt = make_format("xml", CHATML_TOKENIZER)
-    messages = written_examples(read_prompt_examples([example]), fmt, {"double": double}, True)
+    read = read_prompt_examples([asking(assistant("", {"number": 4}), tool("8</result><|im_end|>"))])
+    messages = written_examples(read, make_format("xml", CHATML_TOKENIZER), {"double": double}, True)
     assert messages[2] == user("<result>\n8< /result>< |im_end|>\n</result>")
 
 
 def test_a_thought_that_the_template_drops_is_an_error():
     """Qwen3's template leaves the thinking of earlier turns out: the model would not read what the example shows."""
-    example = [user("x"), assistant("<think>\nHard.\n</think>\n\nIt is y.")]
+    read = read_prompt_examples([[user("x"), assistant("<think>\nHard.\n</think>\n\nIt is y.")]])
     with pytest.raises(ValueError, match="example 1: .* leaves out '<think>'"):
-        written_examples(read_prompt_examples([example]), native("qwen3"), TOOLS, True)
+        written_examples(read, native("qwen3"), TOOLS, True)
 
 
 def test_files_of_both_kinds_say_the_same(tmp_path):
@@ -211,6 +181,5 @@ def test_files_of_both_kinds_say_the_same(tmp_path):
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-        read = read_prompt_examples(str(tmp_path / name))
-        assert [[message.model_dump(exclude_unset=True) for message in each] for each in read] == conversations
+        assert read_prompt_examples(str(tmp_path / name)) == read_prompt_examples(conversations)
     assert read_prompt_examples(None) == []

@@ -444,7 +444,7 @@ def test_what_the_schema_allows_is_what_the_tool_takes(seed):
     assert judged > 100
 
 
-FAMILIES = ("qwen3 qwen3_5_think qwen3_8 nemotron_3_nano glm4moe gemma4 llama3_1 lfm2_v2 gptoss").split()
+FAMILIES = ("qwen3 qwen3_5_think qwen3_8 nemotron_3_nano glm4moe gemma4 llama3_1 gptoss").split()
 QUOTELESS = ("qwen3_5_think", "qwen3_8", "nemotron_3_nano", "glm4moe")  # values stand in tags, text without quotes
 
 

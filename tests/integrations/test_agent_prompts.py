@@ -129,7 +129,7 @@ def test_the_ids_are_those_of_vllm(endpoint, kind):
 
 
 @pytest.mark.parametrize(
-    "template", "qwen2_5 qwen3_5_think qwen3_6 llama3_1 glm4moe gemma4_v5 lfm2_v2 nemotron_3_nano gptoss".split()
+    "template", "qwen2_5 qwen3_5_think qwen3_6 llama3_1 glm4moe gemma4_v5 nemotron_3_nano gptoss".split()
 )
 def test_the_ids_are_those_of_vllm_in_the_template_of_a_family(template):
     """With its own syntax of calls; what one refuses the other one refuses.

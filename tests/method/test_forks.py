@@ -160,7 +160,7 @@ def fork(monkeypatch, tmp_path):
     path, source, behind = tmp_path / "my_idea.py", Path(mt.__file__).read_text(), "\nlogger = logging.getLogger("
     assert source.count(behind) == 1
     path.write_text(source.replace(behind, f"{block}\n{behind}"))
-    monkeypatch.setitem(TOOL_FORMATS, "python", None)  # gone behind the test
+    monkeypatch.setitem(TOOL_FORMATS, "block", None)  # gone behind the test
     spec = importlib.util.spec_from_file_location("my_idea", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "my_idea", module)
@@ -173,19 +173,20 @@ def test_the_format_of_the_page_trains(fork, random_model, tmp_path):
     (tmp_path / "tools.py").write_text(ADD)
     (tmp_path / "rewards.py").write_text(BY_INDEX)
     trainer = build(
-        tmp_path, random_model, script=fork, tool_format="python", tools_script=str(tmp_path / "tools.py"),
+        tmp_path, random_model, script=fork, tool_format="block", tools_script=str(tmp_path / "tools.py"),
         reward_fn=str(tmp_path / "rewards.py"), system_prompt="{tool_descriptions}", max_completion_length=900,
     )  # fmt: skip
-    thought, block = "<think>\n```python\nadd(a=0, b=0)\n```\n</think>", "Let me see.\n```python\n%s\n```\n"
-    right, wrong = thought + block % "[add(a=1, b=2), add(a=3, b=4)]", block % "add(1, 2)"
+    block, call = "Let me see.\n```json\n%s\n```\n", '{"name": "add", "args": {"a": %s, "b": %s}}'
+    thought, two = f"<think>\n{block % (call % (0, 0))}</think>", f"{call % (1, 2)}\n{call % (3, 4)}"
+    right, wrong = thought + block % two, block % "add(1, 2)"
     trainer.llm = Says(trainer.processing_class, [f"{right}Then I go on.", f"{wrong}And on.", "It is 3"])
     rows, steps = train(trainer)
     said = [(message["role"], message["content"]) for message in rows[0]["messages"]][2:]
-    mistake = "the block holds something else than calls with named arguments"
+    mistake = "the call is not valid JSON (Expecting value at character 0)"
     assert said == [
         ("assistant", right), ("user", "<result>\n3\n</result>"), ("user", "<result>\n7\n</result>"),
         ("assistant", wrong),
-        ("user", f'<result>\nError: {mistake}. Expected: ```python\ntool_name(argument="value")\n```\n</result>'),
+        ("user", f'<result>\nError: {mistake}. Expected: {fork.BlockFormat.call_format}\n</result>'),
         ("assistant", "It is 3 0"),
     ]  # fmt: skip
     assert [len(rows), rows[0]["stop_reason"], steps[0]["turns/mean"]] == [8, "answered", 3.0]

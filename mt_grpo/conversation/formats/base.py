@@ -27,10 +27,10 @@ from mt_grpo.conversation.formats.control_tokens import (
 )
 from mt_grpo.rollout import Message, Origin, Parsed, ToolCall, ToolResult, Turn
 
-THINKING_TAGS = {  # what opens and closes it, by family of models
-    "most": ("<think>", "</think>"),
+THINKING_TAGS = {  # what opens and closes it, by family of models, as a `CallSyntax` names it
     "Gemma 4": ("<|channel>thought\n", "<channel|>"),
     "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
+    "most": ("<think>", "</think>"),
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # where chat templates read a message's thinking
 SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
@@ -91,9 +91,8 @@ def behind_thinking(text: str) -> str:
     >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
     [' b', ' b', 'so <|end|> b']
     """
-    most, *others = THINKING_TAGS.values()
-    for opening, closing in (*others, most):
-        if opening == most[0] or opening.strip() in text.partition(closing)[0]:
+    for family, (opening, closing) in THINKING_TAGS.items():
+        if family == "most" or opening.strip() in text.partition(closing)[0]:
             text = text.rpartition(closing)[2]
     return text
 
@@ -111,6 +110,8 @@ class ChatFormat:
     """
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
+    calls_by_template = False  # whether the chat template shows the tools, and has messages of role `tool`
+    family = ""  # of models, if it is known: a key of `THINKING_TAGS`
     stops: tuple[str, ...] = ()  # after its thinking, a turn ends at the end of the first of these texts
     begins, closes = "<answer>", "</answer>"  # patterns that open and close a call or an answer
     thinking: tuple[str, str] = THINKING_TAGS["most"]
@@ -128,37 +129,35 @@ class ChatFormat:
         self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
         # A turn's text is read several times in a row. The length is a key: a tokenizer may get further tokens.
         self._text_of = functools.lru_cache(maxsize=32)(lambda ids, length: tokenizer.decode(list(ids)))
-        self.setup()
         try:
-            closings = self.closings()
+            self.setup()
+            after_text, after_calls = self.text_ids(self.suffix([], [ASK])), self.text_ids(self._suffix_of_results())
             asked = self._render([{"role": "user", "content": self._sentinel}])
-        except Exception as error:
-            raise self.refusal(f"cannot render a conversation of three messages: {error}") from error
-        # What the template may write as the end of a turn. gpt-oss ends its thinking with what ends older turns too.
-        ends = [self._end_of_turn(self.text_ids(text)) for text in closings]
-        self._closing = frozenset(i for end in ends for i in end[-1:])
+        except Exception as error:  # whatever a template raises
+            raise self.refusal(str(error)) from error
+        # What the template may write as the end of a turn.
+        end, of_calls = self._end_of_turn(after_text), self._end_of_turn(after_calls)
+        self._closing = frozenset(end[-1:] + of_calls[-1:])
         # INVARIANT: one of these that opens the next message stands there, whatever token ended the turn. Where the
-        # first does, as in GLM 4, the template has no other end of turn.
-        first = bool(ends[0]) and self._opens_a_message(ends[0][-1])
-        # An added token, such as that of a role, follows those that only end a turn.
-        follows = [bool(self._end_of_turn(self.text_ids(text)[len(end) :])) for end, text in zip(ends, closings)]
-        opening = [end for end, other in zip(ends, follows) if end and (first or (end != ends[0] and not other))]
-        self._opening = frozenset(end[-1] for end in opening)
+        # first does, as in GLM 4, the template has no other end of turn. What only ends a turn is followed by an added
+        # token, such as that of a role.
+        opens = bool(end) and self._opens_a_message(end[-1])
+        behind_calls = of_calls != end and not self._end_of_turn(after_calls[len(of_calls) :])
+        self._opening = self._closing if opens else frozenset(of_calls[-1:] if behind_calls else [])
+        # gpt-oss ends its thinking with what ends older turns too.
         inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
         self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *(self._closing - inside)} - {None})
-        behind = asked.rpartition(self._sentinel)[2]
-        ids = self.text_ids(behind.partition(self.thinking[0])[0])
+        behind, opening, thought = asked.rpartition(self._sentinel)[2].partition(self.thinking[0])
+        self._lead = opening + thought  # the thinking that the generation prompt opens
+        ids = self.text_ids(behind)
         header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
         self._headers = [text for text in (header, *self.headers) if text]
-        start = behind.rfind(self.thinking[0])
-        self._lead = behind[start:] if start >= 0 else ""  # the thinking that the generation prompt opens
         self._warn_of_unread_kwargs()
-        self._check_results()
 
     def _warn_of_unread_kwargs(self) -> None:
         """Warn of `chat_template_kwargs` that the chat template never names, which rendering ignores."""
-        template = f"{self.tokenizer.chat_template}{self.chat_template_kwargs.get('chat_template')}"
-        known = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, *re.findall(r"\w+", template)}
+        words = re.findall(r"\w+", f"{self.tokenizer.chat_template}{self.template}")
+        known = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, *words}
         for name in self.chat_template_kwargs.keys() - known:
             tell_once(
                 f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
@@ -167,20 +166,19 @@ class ChatFormat:
 
     def setup(self) -> None:
         """Prepare the format before the template is inspected: choose the thinking tags of the model's family."""
-        template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
-        self.thinking = next((pair for pair in THINKING_TAGS.values() if pair[0].strip() in template), self.thinking)
+        known = (tags for tags in THINKING_TAGS.values() if tags[0][: tags[0].index(">") + 1] in self.template)
+        self.thinking = THINKING_TAGS.get(self.family) or next(known, self.thinking)
 
-    def closings(self) -> list[str]:
-        """The texts that the template writes after an assistant's message of each kind. The first has no calls."""
-        return [self.suffix([], [ASK])]
+    @property
+    def template(self) -> str:
+        """The chat template. Some tokenizers have one of their own for conversations with tools."""
+        own = self.chat_template_kwargs.get("chat_template")
+        return self.tokenizer.get_chat_template(own, tools=[] if self.calls_by_template else None)
 
     def _opens_a_message(self, token: int) -> bool:
         """Whether a token opens a user's message, also where no turn of the model stands before it, as in GLM 4."""
         asked, following = ({"role": "user", "content": content} for content in (self._sentinel, "the next message"))
-        try:
-            texts = [self._render(m, add_generation_prompt=False) for m in ([asked], [asked, following])]
-        except Exception:  # whatever a template raises, such as for two messages of one role
-            return False
+        texts = [self._rendered(m, add_generation_prompt=False) for m in ([asked], [asked, following])]
         behind = [text.rpartition(self._sentinel)[2] for text in texts]
         own_end = len(os.path.commonprefix(behind))
         return self._decode([token]) in behind[1][own_end:].partition(following["content"])[0]
@@ -199,12 +197,11 @@ class ChatFormat:
         opening, closing = (tag.strip() for tag in self.thinking)
         message = {"role": "assistant", "content": "A turn.", **dict.fromkeys(REASONING_KEYS, "so")}
         block = rf"{re.escape(opening)}\s*so\s*{re.escape(closing)}"
-        call = [ToolCall("add", {"a": 2})]
-        for turns in ([message], [{**message, **self.turn_message(call)}, *self.results(call, [ToolResult("4")])]):
-            with contextlib.suppress(Exception):  # whatever a template raises
-                text = self._render([ASK, *turns], add_generation_prompt=False)
-                if len(re.findall(block, text)) == text.count(opening) == 1:
-                    return True
+        called = {**message, **self.turn_message(self.probes)}
+        for turns in ([message], [called, *self.results(self.probes, [ToolResult("4")])]):
+            text = self._rendered([ASK, *turns], add_generation_prompt=False)
+            if len(re.findall(block, text)) == text.count(opening) == 1:
+                return True
         return False
 
     def with_reasoning(self, message: Message) -> Message:
@@ -225,11 +222,8 @@ class ChatFormat:
     def arguments(self) -> Callable[[dict], Any]:
         """Converts a call's arguments for the chat template: `dict`, or `json.dumps` if it takes them as text."""
         call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-        try:
-            self._render([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}])
-        except Exception:  # whatever a template raises
-            return json.dumps
-        return dict
+        text = self._rendered([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        return dict if text and str({"a": 2}) not in text else json.dumps
 
     def _with_arguments(self, call: Any) -> Any:
         """Convert a call's arguments, which are text in OpenAI's API, to the form that the chat template takes."""
@@ -296,38 +290,27 @@ class ChatFormat:
             raise ValueError(f"the assistant's message is not in {rendered!r}")
         return rendered.rpartition(self._sentinel)[2]
 
-    def _check_results(self) -> None:
-        """Raise `ValueError` unless results of `probes` reach the model as the chat template writes them."""
+    def _suffix_of_results(self) -> str:
+        """The text after a turn with results. Raises `ValueError` unless they are all in it, as after other turns."""
         texts = [f"result-{secrets.token_hex(4)}" for _ in self.probes]
         messages = self.results(self.probes, [ToolResult(text) for text in texts])
-        after = f"a turn with {len(texts)} results"
-        try:
-            suffix = self.suffix(self.probes, messages)
-            whole = self._render([ASK, self.turn_message(self.probes), *messages])
-        except Exception as error:
-            raise self.refusal(f"cannot render {after}: {error}") from error
+        suffix = self.suffix(self.probes, messages)
+        whole = self._render([ASK, self.turn_message(self.probes), *messages])
         if not all(text in suffix for text in texts):
-            raise self.refusal(f"leaves out a result: it writes {suffix!r} after {after}")
+            raise ValueError(f"it leaves out a result of {len(texts)}, and writes {suffix!r}")
         if not whole.endswith(suffix):
-            raise self.refusal(f"writes results differently after other turns: {suffix!r} is not the end of {whole!r}")
+            raise ValueError(f"results differ after turns with calls: {suffix!r} is not the end of {whole!r}")
+        return suffix
 
-    def turn_message(self, calls: list[ToolCall]) -> Message:
-        """A turn with these calls, as a message for the chat template."""
-        return {"role": "assistant", "content": "A turn."}
-
-    def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
-        """Convert a turn that was not sampled, such as one of an example, to a message. Raises `ValueError`."""
-        if calls:
-            raise ValueError(f"tool_format: {type(self).__name__} cannot write calls. Write them into the text.")
+    def turn_message(self, calls: list[ToolCall], text: str = "A turn.") -> Message:
+        """A turn that was not sampled, as a message for the chat template. A format may know no way to write calls."""
         return {"role": "assistant", "content": text}
 
     def refusal(self, what: str) -> ValueError:
         """The error for a chat template that does not work with this format."""
         name = self.tokenizer.name_or_path or "this tokenizer"
-        return ValueError(
-            f"The chat template of {name} {what}. Choose another tool_format, or give the tokenizer a chat template "
-            "that supports such conversations."
-        )
+        advice = "Use another one (hermes, xml), or a chat template that supports such conversations."
+        return ValueError(f"The chat template of {name} does not work with this tool_format: {what}. {advice}")
 
     # -- what the model writes --
 
@@ -414,8 +397,14 @@ class ChatFormat:
     # -- rendering and tokenising --
 
     def _render(self, messages: list[Message], **kwargs: Any) -> str:
-        arguments = {"add_generation_prompt": True, **self.chat_template_kwargs, **kwargs, "tokenize": False}
-        return self.tokenizer.apply_chat_template(messages, **arguments)
+        own = {**self.chat_template_kwargs, **kwargs, "chat_template": self.template, "tokenize": False}
+        return self.tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **own})
+
+    def _rendered(self, messages: list[Message], **kwargs: Any) -> str:
+        """The text of messages, empty if the chat template does not take them."""
+        with contextlib.suppress(Exception):  # whatever a template raises
+            return self._render(messages, **kwargs)
+        return ""
 
     def _end_of_turn(self, ids: list[int]) -> list[int]:
         """The ids of a suffix up to its end of turn, blanks before it included. Not all templates have one."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.conversation.formats.base import ChatFormat, parse_call, thinking_length
+from mt_grpo.conversation.formats.base import ChatFormat, parse_call
 from mt_grpo.conversation.formats.hermes import HermesFormat, NativeFormat
 from mt_grpo.conversation.tools.signature import CALL_FORMAT
 from mt_grpo.rollout import Message, ToolCall
@@ -17,20 +17,13 @@ from mt_grpo.rollout import Message, ToolCall
 CLOSING_TAGS = ("</tool>", "</answer>")
 
 
-def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
-    """Parse one turn's text. Returns (tool call or None, whether it answers). The tag that closes first counts.
-
-    >>> parse_turn('<tool>{"name": "calculator", "args": {"expression": "6*7"}}</tool>')
-    (ToolCall(name='calculator', arguments={'expression': '6*7'}, error=None), False)
-    """
-    start = thinking_length(text, "")
-    call, answer = (None, None) if start is None else parse_tags(text[start:])
-    return call, answer is not None
-
-
 def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
     """Parse a turn's text after its thinking. Returns (call, answer), of which at most one is not None.
 
+    The tag that closes first counts.
+
+    >>> parse_tags('<tool>{"name": "calculator", "args": {"expression": "6*7"}}</tool>')
+    (ToolCall(name='calculator', arguments={'expression': '6*7'}, error=None), None)
     >>> parse_tags("<reasoning>Not <answer>1.</reasoning><answer>2</answer>")
     (None, '2')
     >>> parse_tags("<answer>It ends with </reasoning></answer>")  # which is a text of the answer
@@ -62,7 +55,7 @@ class XmlFormat(ChatFormat):
     stops = CLOSING_TAGS
     begins, closes = "<tool>|<answer>", "</tool>|</answer>"
 
-    def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
+    def turn_message(self, calls: list[ToolCall], text: str = "A turn.") -> Message:
         bodies = [json.dumps({"name": call.name, "args": call.arguments}, ensure_ascii=False) for call in calls]
         content = "\n".join([*filter(None, [text]), *(f"<tool>{body}</tool>" for body in bodies)])
         return {"role": "assistant", "content": content}

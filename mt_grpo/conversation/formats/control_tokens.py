@@ -16,14 +16,14 @@ TURN_TAGS = ("think", "reasoning", "tool", "result", "answer")  # a tag that is 
 AUTHORS = ("system", "developer", "assistant")  # roles that speak for the operator or the model
 
 
-def is_control(token: str, special: bool, template: str) -> bool:
+def is_control(token: str, template: str) -> bool:
     """Whether an added token opens or closes a part of a conversation. Some tokenizers have blanks or HTML as tokens.
 
-    >>> [is_control(t, False, "{{ '<call>' }}") for t in ("<|sep|>", "</call>", "<think>", "<table>", "    ")]
+    >>> [is_control(token, "{{ '<call>' }}") for token in ("<|sep|>", "</call>", "<think>", "<table>", "    ")]
     [True, True, True, False, False]
     """
-    if special or re.fullmatch(r"<[|｜].*[|｜]>", token, re.DOTALL):
-        return not token.isspace()
+    if re.fullmatch(r"<[|｜].*[|｜]>", token, re.DOTALL):
+        return True
     tag = re.fullmatch(r"([<\[])/?(.+)([>\]])", token, re.DOTALL)
     return tag is not None and (
         tag[2] in TURN_TAGS or any(f"{tag[1]}{slash}{tag[2]}{tag[3]}" in template for slash in ("", "/"))
@@ -37,12 +37,6 @@ def pattern_of(tokens: Iterable[str]) -> re.Pattern:
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
-def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Added token of a tokenizer -> whether it is special."""
-    tokens = {str(t): t.special for t in tokenizer.added_tokens_decoder.values()}
-    return tokens | dict.fromkeys(tokenizer.all_special_tokens, True)
-
-
 @functools.lru_cache(maxsize=16)
 def token_pattern(
     tokenizer: PreTrainedTokenizerBase, size: int, template: str, ends: frozenset[int] | None = None
@@ -52,8 +46,8 @@ def token_pattern(
     `size` and `template` are cache keys: a tokenizer may change.
     """
     if ends is None:
-        control = {t for t, special in added_tokens(tokenizer).items() if is_control(t, special, template)}
-        return pattern_of({"</result>", *control, *message_tokens(tokenizer)})
+        added = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special or is_control(str(t), template)}
+        return pattern_of({"</result>", *added, *tokenizer.all_special_tokens, *message_tokens(tokenizer)})
     return pattern_of({*message_tokens(tokenizer), *map(str, tokenizer.convert_ids_to_tokens(sorted(ends)))})
 
 
@@ -63,7 +57,8 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     system, user, assistant = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), texts))
     result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": texts[0]}
     chats = [system, user, assistant, user], [user, assistant, user], [user, assistant], [user, assistant, result]
-    known, templates = pattern_of(added_tokens(tokenizer)), tokenizer.chat_template
+    known = pattern_of([*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens])
+    templates = tokenizer.chat_template
     found = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
     for template in templates.values() if isinstance(templates, dict) else filter(None, [templates]):
         for messages in chats:
@@ -78,14 +73,13 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 def forbidden_in(
     origin: Origin, role: str, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int] = frozenset()
-) -> re.Pattern | None:
-    """A pattern of the tokens that a message of this origin and role may not contain. None: it may contain all."""
+) -> re.Pattern:
+    """A pattern of the tokens that a message of this origin and role may not contain."""
     key = tokenizer, len(tokenizer), str(tokenizer.chat_template)
     if origin == Origin.OUTSIDE and role not in AUTHORS:
         return token_pattern(*key)
     if origin == Origin.AGENT and role in AUTHORS:
-        found = placeholders_of(tokenizer)
-        return pattern_of(found) if found else None
+        return pattern_of(placeholders_of(tokenizer))
     # What a message may not contain is more once the tokenizer has an image reader.
     return token_pattern(*key, frozenset(ends).union(getattr(getattr(tokenizer, "pictures", None), "unsampled", ())))
 
@@ -118,21 +112,14 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
 def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
     """Break the control tokens in all texts of a JSON value, including keys (see `neutralise`)."""
 
+    def clean(each: Any) -> Any:
+        return neutralise_json(each, tokenizer, forbidden)
+
     if isinstance(value, str):
         return neutralise(value, tokenizer, forbidden)
     if isinstance(value, dict):
-        read = [(neutralise_json(each, tokenizer, forbidden) for each in pair) for pair in value.items()]
-        return dict(read)
-    return (
-        [neutralise_json(each, tokenizer, forbidden) for each in value] if isinstance(value, (list, tuple)) else value
-    )
-
-
-def clean_schema(schema: dict[str, Any], tokenizer: PreTrainedTokenizerBase, origin: Origin) -> dict[str, Any]:
-    """Break the control tokens in a tool's JSON schema. Raises `ValueError` for one in a name (`check_names`)."""
-    forbidden, function = forbidden_in(origin, "tool", tokenizer), schema["function"]
-    check_names([function["name"], *((function.get("parameters") or {}).get("properties") or {})], forbidden)
-    return neutralise_json(schema, tokenizer, forbidden)
+        return {clean(key): clean(each) for key, each in value.items()}
+    return list(map(clean, value)) if isinstance(value, (list, tuple)) else value
 
 
 def check_names(names: Iterable[str], forbidden: re.Pattern) -> None:
@@ -150,11 +137,7 @@ def neutralise_messages(
     messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: Origin, ends: frozenset = frozenset()
 ) -> list[dict[str, Any]]:
     """Break the tokens in all texts of messages, names and calls too, that their origin and roles may not contain."""
-    patterns = [forbidden_in(origin, message["role"], tokenizer, ends) for message in messages]
-    return [m if p is None else neutralise_json(m, tokenizer, p) for m, p in zip(messages, patterns)]
-
-
-# Texts that are too long.
+    return [neutralise_json(m, tokenizer, forbidden_in(origin, m["role"], tokenizer, ends)) for m in messages]
 
 
 def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -136,7 +136,7 @@ class AgentPrompts:
         No text keeps half of a character: no tokenizer takes it, and a policy writes it.
         """
         forbidden = forbidden_in(Origin.AGENT, role, self.tokenizer, self.format.ends)
-        return whole_characters(value) if forbidden is None else neutralise_json(value, self.tokenizer, forbidden)
+        return neutralise_json(value, self.tokenizer, forbidden)
 
 
 def whole_characters(value: Any) -> Any:
