@@ -182,13 +182,12 @@ TOOL_FUNCTIONS = [draw, later]
 
 
 @pytest.mark.contract("tools file")
-@pytest.mark.parametrize("isolate", [False, True])
-def test_a_tools_file_with_types_of_its_own(tmp_path, isolate, monkeypatch):
+def test_a_tools_file_with_types_of_its_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "other_places.py").write_text("import pydantic\nclass Point(pydantic.BaseModel):\n    y: int\n")
     path = tmp_path / "shapes.py"
     path.write_text(TYPED, encoding="utf-8")
-    tools = load_tools(str(path), isolate=isolate)
+    tools = load_tools(str(path))
     start = {"x": 1, "colour": "red"}
     line = call("draw", line={"start": start}, wide=[1, 2])
     late = call("later", kind="red")

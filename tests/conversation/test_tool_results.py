@@ -24,6 +24,7 @@ from tokenizers import AddedToken
 from mt_grpo.conversation.formats.control_tokens import cut_far_beyond, neutralise
 from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.recipe.plugins import load_tools
+from mt_grpo.rollout import ToolResult
 
 
 def returns(value, name="give"):
@@ -224,7 +225,6 @@ def no_data(name: str) -> str:
     return f"Error: the tool returned {name}, which is no data: expected text, bytes or JSON data"
 
 
-MODULES = "[name for name in ('torch', 'numpy', 'datasets', 'transformers') if name in sys.modules]", "[]"
 FORMS = [  # what a tool gives, and what the model reads of it
     ("'plain'", "plain"),
     ("None", "null"),
@@ -256,19 +256,32 @@ FORMS = [  # what a tool gives, and what the model reads of it
 
 
 @pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
-@pytest.mark.parametrize("how", ["thread", "async", "process"])
-def test_a_result_is_data_or_an_error(tmp_path, how):
-    """The same text from a thread, the loop and a process: never an address, which differs from run to run."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_result_is_data_or_an_error(tmp_path, is_async):
+    """The same text from a thread and from the loop: never an address, which differs from run to run."""
     path = tmp_path / "tools.py"
     path.write_text(RESULTS, encoding="utf-8")
-    tool = load_tools(str(path), isolate=how == "process")[how == "async"]
-    scripts = [[call(tool.__name__, what=what) for what, _ in (MODULES, *FORMS)] + [ANSWER]]
+    tool = load_tools(str(path))[is_async]
+    scripts = [[call(tool.__name__, what=what) for what, _ in FORMS] + [ANSWER]]
     rollouts = run_many([tool], scripts, max_steps=99, max_completion_length=10_000)
     turns = rollouts[0].turns[:-1]
     expected = [text for _, text in FORMS]
-    assert [turn.observation for turn in turns[1:]] == expected
-    assert [turn.error for turn in turns[1:]] == ["tool" if text.startswith("Error") else None for text in expected]
-    assert how != "process" or turns[0].observation == "[]"  # nothing heavy is imported for the sake of results
+    assert [turn.observation for turn in turns] == expected
+    assert [turn.error for turn in turns] == ["tool" if text.startswith("Error") else None for text in expected]
+
+
+def test_a_tool_may_say_that_it_failed():
+    """For rewards of calls that ran, and for metrics. A word that they do not know is the tool's own failure."""
+
+    def paid(reward: float, error: str | None = None) -> ToolResult:
+        """Gives its turn a reward."""
+        return ToolResult({"a": 5}, reward=reward, error=error)
+
+    (result,) = observe(paid, call("paid", reward=0.5, error="call")).results
+    assert (result.text, result.reward, result.error) == ('{"a": 5}', 0.5, "call")
+    (result,) = observe(paid, call("paid", reward=0.5, error="timeout")).results
+    assert "the tool's ToolResult has error='timeout', expected 'call' or 'tool'" in result.text
+    assert (result.error, result.reward) == ("tool", None)
 
 
 @pytest.mark.parametrize("kind", ["in a thread", "async", "async, and ignores its cancellation"])

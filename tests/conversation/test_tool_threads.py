@@ -1,6 +1,7 @@
 """Tools that take time: threads, timeouts, hangs."""
 
 import asyncio
+import sys
 import threading
 import time
 from multiprocessing.pool import ThreadPool
@@ -112,6 +113,28 @@ def test_a_slow_tool_holds_up_no_other_conversation():
     rollouts = within(lambda: env.generate(["go"] * 4, backend), 90)["rollouts"]
     verify(env, rollouts, backend)
     assert rollouts[0].turns[0].observation == "3 were through"
+
+
+def test_a_call_of_sys_exit_ends_neither_the_run_nor_the_loop():
+    """Not even in a task of the tool's own, where asyncio hands it to the thread of the loop."""
+
+    def leave_thread() -> str:
+        """Leaves."""
+        sys.exit(0)
+
+    async def leave_task() -> str:
+        """Leaves."""
+
+        async def part():
+            sys.exit(0)
+
+        await asyncio.gather(part(), asyncio.sleep(0))
+
+    calls = [call("leave_thread"), call("leave_task"), ADD]
+    rollouts = run_many([leave_thread, leave_task, add], [[*calls, ANSWER]] * 2, max_steps=3)
+    for rollout in rollouts:
+        assert [turn.observation for turn in rollout.turns[:3]] == [*["Error: SystemExit: 0"] * 2, "5"]
+        assert [turn.error for turn in rollout.turns[:3]] == ["tool", "tool", None]
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 9])

@@ -1,12 +1,10 @@
-"""Converts a tool's result to the text that the model reads. A tool's process imports this module, too."""
+"""Converts a tool's result to the text that the model reads."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import enum
 import functools
-import io
 import json
 import re
 from collections import deque
@@ -14,8 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Set, Va
 from typing import Any
 
 from mt_grpo.rollout import ToolResult
-
-SENT_BYTES, SENT_IMAGE = "\0bytes", "\0image"  # keys of values from a tool's process that JSON lacks
 
 
 def json_form(value: Any) -> Any:
@@ -45,30 +41,6 @@ def as_text(result: Any) -> str:
     while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
         result = json_form(result)
     return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
-
-
-def as_sent(value: Any) -> Any:
-    """Convert a value one step towards what a tool's process sends; `as_received` restores bytes and images."""
-    if hasattr(value, "getbands"):
-        if getattr(value, "n_frames", 1) > 1 and value.format != "MPO":
-            raise ValueError(f"the tool returned an animated image ({value.n_frames} frames). Give one of them")
-        from PIL import ImageOps
-
-        file = io.BytesIO()
-        ImageOps.exif_transpose(value).convert("RGB").save(file, "PNG", compress_level=1)
-        return {SENT_IMAGE: base64.b64encode(file.getvalue()).decode()}
-    if isinstance(value, (bytes, bytearray)):
-        return {SENT_BYTES: base64.b64encode(value).decode()}
-    return json_form(value)
-
-
-def as_received(part: dict[str, Any]) -> Any:
-    """Restore bytes and images in what a tool's process sent. An image's pixels are decoded later, off the loop."""
-    if SENT_IMAGE in part:
-        from PIL import Image
-
-        return Image.open(io.BytesIO(base64.b64decode(part[SENT_IMAGE])))
-    return base64.b64decode(part[SENT_BYTES]) if SENT_BYTES in part else part
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Functions as tools: what the model reads of them, and a call's arguments checked and converted by pydantic.
-
-A tool's process imports this module, so it starts fast: what is slow to import is imported where it is used.
-"""
+"""Functions as tools: what the model reads of them, and a call's arguments checked and converted by pydantic."""
 
 from __future__ import annotations
 
@@ -425,8 +422,7 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
         return {}, f"got an unexpected keyword argument {unknown[0]!r}. {usage}"
     written = copy.deepcopy(call.arguments)  # a tool may change what it gets, and the call stays what was written
     try:
-        read = read_arguments(tool, written)
-        return (written if hasattr(tool, "prepare") else read), None  # a tool's process makes its own objects of JSON
+        return read_arguments(tool, written), None
     except ValueError as error:
         return {}, f"{error}. {usage}"
 
