@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Set, ValuesView
 from typing import Any
 
+from mt_grpo.images.pictures import read_result
 from mt_grpo.rollout import ToolResult
 
 
@@ -64,22 +65,11 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
             raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
         return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=result.error)
     if isinstance(result, ResultInParts):
-        if reader is None and result.text is None:
-            raise ValueError("the tool returned an image, and this run's model reads text alone")
         try:
-            return as_result(result.text if reader is None else result.parts, reader)
+            return as_result(result.text if reader is None and result.text is not None else result.parts, reader)
         except ValueError as error:
             if result.text is None:
                 raise
             return ToolResult(f"{result.text}\n{error}")
-    if reader is not None:
-        from mt_grpo.images.pictures import read_result
-
-        if (read := read_result(result, reader)) is not None:
-            return ToolResult(read[0], pictures=tuple(read[1]))
-    for part in result if isinstance(result, list) else [result]:
-        image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
-        image = image.get("bytes") if isinstance(image, dict) else image
-        if hasattr(image, "getbands") or (image is not part and isinstance(image, (bytes, bytearray))):
-            raise ValueError("the tool returned an image, and this run's model reads text alone")  # and no bytes of it
-    return ToolResult(as_text(result))
+    read = read_result(result, reader)  # raises for an image without a reader
+    return ToolResult(as_text(result)) if read is None else ToolResult(read[0], pictures=tuple(read[1]))

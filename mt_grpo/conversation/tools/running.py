@@ -13,6 +13,7 @@ from typing import Any
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.conversation.tools.results import as_result
+from mt_grpo.images.pictures import reader_of
 from mt_grpo.rollout import ToolResult
 
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
@@ -87,7 +88,6 @@ async def run_tool(
         result = tool(**arguments)
         return result if inspect.isawaitable(result) else finish(result)
 
-    done: asyncio.Future
     if inspect.iscoroutinefunction(tool):
         done = loop.create_task(finished(tool(**arguments), finish))
     else:
@@ -121,8 +121,6 @@ async def run_tool(
 
 def results_of(env: Any) -> Callable[[Any], ToolResult]:
     """The function `as_result` with the image reader of an environment's model."""
-    from mt_grpo.images.pictures import reader_of
-
     return functools.partial(as_result, reader=reader_of(env.tokenizer))
 
 
