@@ -1179,7 +1179,6 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         None, "Weights of the outcomes. None: all 1", within="(-inf, inf)"
     )
     tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
-    isolate_tools: bool = key(False, "Run synchronous tools in processes, killed at tool_timeout", of_tools=True)
     reward_timeout: float = key(600.0, "Seconds of a reward function for one batch", within="(0, inf)", trained=False)
     max_staleness: int = key(0, "Batches of rollouts sampled ahead of training", within="[0, inf)")
     late_groups: str = key(
@@ -1223,7 +1222,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelKeys) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
-    tools = load_recipe_tools(script_args, args)
+    tools = load_recipe_tools(script_args)
     name, revision = model_args.model_name_or_path, model_args.model_revision
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)

@@ -171,7 +171,7 @@ def evaluate(
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    tools = load_recipe_tools(script_args, args)
+    tools = load_recipe_tools(script_args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     served = isinstance(model, mt.VLLMServerClient)
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import importlib.metadata
-import inspect
 import logging
 import os
 import re
@@ -189,14 +188,6 @@ def check_processes(args: GRPOConfig) -> None:
         raise ValueError(f"{launched} processes were launched, and accelerate counts {args.world_size}. Set use_cpu.")
 
 
-def check_isolated(args: GRPOConfig, env: Any) -> None:
-    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
-    tools = getattr(env, "tools", {}).values()
-    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
-    if args.isolate_tools and tools and all(threaded):
-        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
-
-
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     """Raise `ValueError` unless each row has messages as its prompt, or an environment that may bring them."""
     if taken := sorted({*dataset.column_names} & {*REWARD_COLUMNS}):
@@ -328,7 +319,6 @@ def prepare_env(
     Returns the training and test rows with prompts, the tokenizer and the model's configuration.
     """
     check_processes(args)
-    check_isolated(args, env)
     warn_of_untested()
     warn_without_state_keys(args, env)
     train, test = prepare_data(env, args, train, test)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import os
 import re
@@ -24,7 +25,6 @@ from trl import ModelConfig, TrlParser
 
 from mt_grpo.base.fields import key, keys_that
 from mt_grpo.base.files import RecipeLoader, absolute
-from mt_grpo.conversation.tools.signature import type_name
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.plugins import no_integrations
 
@@ -232,9 +232,8 @@ def read_recipe(path: str, classes: Classes, chain: tuple[Path, ...] = ()) -> di
     for name, value in recipe.items():
         if not fits_type(value, known[name]):
             hint = " YAML reads no, off, yes and on as booleans: quote them." if isinstance(value, bool) else ""
-            raise ValueError(
-                f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[name])}.{hint}"
-            )
+            expected = inspect.formatannotation(known[name])
+            raise ValueError(f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {expected}.{hint}")
     recipe |= {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
     if (base := recipe.pop("include", None)) is None:
         return recipe

@@ -15,10 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.tools.running import ToolProcesses
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Turn
@@ -133,9 +131,9 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     return train_rows, load_rows(name, script_args.dataset_test_split, **how) if tests else None
 
 
-def load_recipe_tools(script_args: Any, args: Any) -> list[Callable]:
+def load_recipe_tools(script_args: Any) -> list[Callable]:
     """The tools of a recipe: those of `tools_script`, and those of integrations. Raises `ValueError`."""
-    return load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+    return load_tools(script_args.tools_script) + load_integration_tools(script_args)
 
 
 def load_integration_tools(script_args: Any) -> list[Callable]:
@@ -221,14 +219,14 @@ def load_state_key(path: str | None) -> Callable[[list[Turn]], Any] | None:
     return getattr(tools_module(path), "STATE_KEY", None) if path else None
 
 
-def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
-    """The `TOOL_FUNCTIONS` of a file. With `isolate` those without `async` run in processes.
+def load_tools(path: str | None) -> list[Callable]:
+    """The `TOOL_FUNCTIONS` of a file.
 
     A file may define `CHECK_TOOLS`, a function that raises if the tools cannot work, as without their data or server.
     """
     if path is None:
         return []
-    path = absolute(path)  # tool processes import the file later
+    path = absolute(path)
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
     module = tools_module(path)
     if not tools and not hasattr(module, "ENVIRONMENT"):
@@ -236,11 +234,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     if inspect.iscoroutinefunction(check := getattr(module, "CHECK_TOOLS", lambda: None)):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
     check()
-    if not isolate:
-        return tools
-    processes = ToolProcesses(path)
-    run_async(processes.try_one())
-    return [processes.isolated(index, tool) for index, tool in enumerate(tools)]
+    return tools
 
 
 def load_rewards(path: str | None) -> tuple[list[Callable], list[Callable]]:

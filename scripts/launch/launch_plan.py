@@ -198,7 +198,7 @@ def server_plan(
 
     Its context has the longest prompt and a completion, or is the model's.
     """
-    tools = load_recipe_tools(script_args, args)
+    tools = load_recipe_tools(script_args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
     weights_of(turn_funcs, args.turn_reward_weights, "turn")
     weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")

@@ -1,29 +1,27 @@
 """What a tool's result or failure becomes in the conversation."""
 
 import asyncio
+import dataclasses
+import datetime
+import decimal
+import enum
 import functools
+import io
+import pathlib
 import random
 import threading
 from contextlib import nullcontext, suppress
 
+import numpy
+import pydantic
 import pytest
 from datasets import Dataset
-from scripted import (
-    ANSWER,
-    CHATML,
-    call,
-    ids,
-    make_env,
-    make_tokenizer,
-    observe,
-    run_many,
-    slow_echo,
-)
+from scripted import ANSWER, CHATML, call, ids, make_env, make_tokenizer, observe, run_many, slow_echo
 from tokenizers import AddedToken
 
 from mt_grpo.conversation.formats.control_tokens import cut_far_beyond, neutralise
 from mt_grpo.recipe.checks import longest_prompt
-from mt_grpo.recipe.plugins import load_tools
+from mt_grpo.rollout import ToolResult
 
 
 def returns(value, name="give"):
@@ -179,96 +177,101 @@ def test_a_tool_that_raises_is_an_error_observation(error, message, part, is_asy
     assert turn.error in (("tool", "timeout") if error is TimeoutError else ("tool",))
 
 
-RESULTS = """
-import dataclasses, datetime, decimal, enum, itertools, pathlib, sys
-
 @dataclasses.dataclass
 class Point:
     x: int
     tags: set
 
+
 class Color(enum.Enum):
     RED = "red"
 
+
 class Plain:
     pass
+
 
 class Lazy:
     def __iter__(self):
         return iter("ab")
 
-async def coroutine():
-    return 1
 
-def heavy():
-    import numpy
-    return numpy
+class Later:
+    def __await__(self):
+        yield
 
-def model():
-    import pydantic
-    return pydantic.create_model("City", name=(str, ...), since=(datetime.date, ...))
 
-def give(what: str) -> str:
-    '''Gives.'''
-    return eval(what)
-
-async def give_later(what: str) -> str:
-    '''Gives.'''
-    return eval(what)
-
-TOOL_FUNCTIONS = [give, give_later]
-"""
+class City(pydantic.BaseModel):
+    name: str
+    since: datetime.date
 
 
 def no_data(name: str) -> str:
     return f"Error: the tool returned {name}, which is no data: expected text, bytes or JSON data"
 
 
-MODULES = "[name for name in ('torch', 'numpy', 'datasets', 'transformers') if name in sys.modules]", "[]"
 FORMS = [  # what a tool gives, and what the model reads of it
-    ("'plain'", "plain"),
-    ("None", "null"),
-    ("7", "7"),
-    ("{'a': [1, None], 'city': 'Zürich'}", '{"a": [1, null], "city": "Zürich"}'),
-    ("(1, 'x')", '[1, "x"]'),
-    ('Point(1, {"b", "a", 10, 9})', '{"x": 1, "tags": [9, 10, "a", "b"]}'),
-    ('{"points": [Point(1, set())]}', '{"points": [{"x": 1, "tags": []}]}'),
-    ('model()(name="Rouen", since=datetime.date(911, 7, 20))', '{"name": "Rouen", "since": "0911-07-20"}'),
-    ("heavy().float32(0.5)", "0.5"),
-    ('{"a": heavy().arange(4).reshape(2, 2), "n": heavy().int64(3)}', '{"a": [[0, 1], [2, 3]], "n": 3}'),
-    ('{"c", "a", 10, 9, "b"}', '[9, 10, "a", "b", "c"]'),
-    ("Color.RED", "red"),
-    ("datetime.datetime(2026, 11, 20, 9, 30)", "2026-11-20T09:30:00"),
-    ('{"price": decimal.Decimal("1.10")}', '{"price": "1.10"}'),
-    ('pathlib.Path("/tmp/x")', "/tmp/x"),
-    ('{"raw": b"caf\\xc3\\xa9"}', '{"raw": "café"}'),
-    ('bytearray(b"abc")', "abc"),
-    ('[{"b": 1, "a": 2}.keys(), {"b": 1}.values()]', '[["a", "b"], [1]]'),
-    ("(i for i in range(3))", no_data("generator")),
-    ('{"pairs": zip([1], [2])}', no_data("zip")),
-    ("open(__file__)", no_data("TextIOWrapper")),
-    ("[1, Plain()]", no_data("Plain")),
-    ("Lazy()", no_data("Lazy")),
-    ("heavy", no_data("function")),
-    ("Point", no_data("type")),
-    ("[coroutine()]", no_data("coroutine")),
+    ("plain", "plain"),
+    (None, "null"),
+    (7, "7"),
+    ({"a": [1, None], "city": "Zürich"}, '{"a": [1, null], "city": "Zürich"}'),
+    ((1, "x"), '[1, "x"]'),
+    (Point(1, {"b", "a", 10, 9}), '{"x": 1, "tags": [9, 10, "a", "b"]}'),
+    ({"points": [Point(1, set())]}, '{"points": [{"x": 1, "tags": []}]}'),
+    (City(name="Rouen", since=datetime.date(911, 7, 20)), '{"name": "Rouen", "since": "0911-07-20"}'),
+    (numpy.float32(0.5), "0.5"),
+    ({"a": numpy.arange(4).reshape(2, 2), "n": numpy.int64(3)}, '{"a": [[0, 1], [2, 3]], "n": 3}'),
+    ({"c", "a", 10, 9, "b"}, '[9, 10, "a", "b", "c"]'),
+    (Color.RED, "red"),
+    (datetime.datetime(2026, 11, 20, 9, 30), "2026-11-20T09:30:00"),
+    ({"price": decimal.Decimal("1.10")}, '{"price": "1.10"}'),
+    (pathlib.Path("/tmp/x"), "/tmp/x"),
+    ({"raw": b"caf\xc3\xa9"}, '{"raw": "café"}'),
+    (bytearray(b"abc"), "abc"),
+    ([{"b": 1, "a": 2}.keys(), {"b": 1}.values()], '[["a", "b"], [1]]'),
+    ((i for i in range(3)), no_data("generator")),
+    ({"pairs": zip([1], [2])}, no_data("zip")),
+    (io.StringIO(), no_data("StringIO")),
+    ([1, Plain()], no_data("Plain")),
+    (Lazy(), no_data("Lazy")),
+    (returns, no_data("function")),
+    (Point, no_data("type")),
+    ([Later()], no_data("Later")),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
-@pytest.mark.parametrize("how", ["thread", "async", "process"])
-def test_a_result_is_data_or_an_error(tmp_path, how):
-    """The same text from a thread, the loop and a process: never an address, which differs from run to run."""
-    path = tmp_path / "tools.py"
-    path.write_text(RESULTS, encoding="utf-8")
-    tool = load_tools(str(path), isolate=how == "process")[how == "async"]
-    scripts = [[call(tool.__name__, what=what) for what, _ in (MODULES, *FORMS)] + [ANSWER]]
-    rollouts = run_many([tool], scripts, max_steps=99, max_completion_length=10_000)
-    turns = rollouts[0].turns[:-1]
-    expected = [text for _, text in FORMS]
-    assert [turn.observation for turn in turns[1:]] == expected
-    assert [turn.error for turn in turns[1:]] == ["tool" if text.startswith("Error") else None for text in expected]
-    assert how != "process" or turns[0].observation == "[]"  # nothing heavy is imported for the sake of results
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_result_is_data_or_an_error(is_async):
+    """The same text from a thread and from the loop: never an address, which differs from run to run."""
+
+    def give(number: int) -> str:
+        """Gives."""
+        return FORMS[number][0]
+
+    async def give_later(number: int) -> str:
+        """Gives."""
+        return FORMS[number][0]
+
+    tool, expected = give_later if is_async else give, [text for _, text in FORMS]
+    scripts = [[call(tool.__name__, number=k) for k in range(len(FORMS))] + [ANSWER]]
+    (rollout,) = run_many([tool], scripts, max_steps=99, max_completion_length=10_000)
+    assert [turn.observation for turn in rollout.turns[:-1]] == expected
+    errors = ["tool" if text.startswith("Error") else None for text in expected]
+    assert [turn.error for turn in rollout.turns[:-1]] == errors
+
+
+def test_a_tool_may_say_that_it_failed():
+    """For rewards of calls that ran, and for metrics. A word that they do not know is the tool's own failure."""
+
+    def paid(reward: float, error: str | None = None) -> ToolResult:
+        """Gives its turn a reward."""
+        return ToolResult({"a": 5}, reward=reward, error=error)
+
+    (result,) = observe(paid, call("paid", reward=0.5, error="call")).results
+    assert (result.text, result.reward, result.error) == ('{"a": 5}', 0.5, "call")
+    (result,) = observe(paid, call("paid", reward=0.5, error="timeout")).results
+    assert "the tool's ToolResult has error='timeout', expected 'call' or 'tool'" in result.text
+    assert (result.error, result.reward) == ("tool", None)
 
 
 @pytest.mark.parametrize("kind", ["in a thread", "async", "async, and ignores its cancellation"])

@@ -10,12 +10,14 @@ import enum
 import functools
 import inspect
 import json
+import pathlib
 import random
 import re
 import types
 import typing
 import uuid
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pydantic
@@ -32,7 +34,6 @@ from mt_grpo.conversation.tools.signature import (
     check_schema,
     check_tool,
     describe_tools,
-    parameters_schema,
     read_call,
     signature_of,
     tool_schema,
@@ -139,7 +140,7 @@ def test_the_schema_that_a_chat_template_gets(name, template):
 
 
 def test_the_schema_of_the_prompt_of_xml_is_the_same():
-    """There each type that JSON does not have has a line. Defaults stand in the signature."""
+    """The signature is made of it. There each type that JSON does not have has a line."""
     lines = dict(line.split(": ", 1) for line in describe_tools({"weather": weather}).splitlines()[1:7])
     assert json.loads(lines["unit"]) == {"type": "string", "enum": ["celsius", "fahrenheit"]}
     assert json.loads(lines["items"]) == {"type": "array", "items": ITEM}
@@ -148,11 +149,12 @@ def test_the_schema_of_the_prompt_of_xml_is_the_same():
     def said() -> ToolResult:
         """Says."""
 
-    assert str(signature_of(said)) == "() -> str"  # what the model reads of it
-    assert str(signature_of(weather)) == (
-        "(city: str, unit: Unit, day: date, size: Size = \"2\", items: list[Item] = [], "
-        "limit: int | None = None, at: Point | None = None, **more: Level) -> str"
-    )  # fmt: skip
+    assert signature_of(said) == "() -> str"  # what the model reads of it
+    assert signature_of(weather) == (
+        "(city: str, unit: Literal['celsius', 'fahrenheit'], day: str, size: Literal['1', '2'] = '2', items: list["
+        "dict[str, Any]] = [], limit: int | None = None, at: dict[str, Any] | None = None, **others: Literal[1, 2])"
+        " -> str"
+    )
 
 
 def plain(
@@ -162,7 +164,7 @@ def plain(
 
     Args:
         a: A number.
-        b: A drink (choices: ["tea", "x"])
+        b: A drink.
         c: Some.
         d: One.
         e: Which.
@@ -183,6 +185,10 @@ def test_a_tool_of_plain_types_reads_as_transformers_shows_it():
             del schema["function"]["parameters"]["properties"][parameter]
     assert ours == theirs
     assert json.dumps(tool_schema("one", one)) == json.dumps(get_json_schema(one))  # in the same order
+
+
+def parameters_of(tool):
+    return tool_schema("tool", tool)["function"]["parameters"]
 
 
 def one(expression: str) -> str:
@@ -212,17 +218,19 @@ class Book(pydantic.BaseModel):
     title: str
     default: int = 3
     about: dict[str, str] = {"title": "none"}
+    tags: set[str] = {"b", "d", "a", "c"}
 
 
 def test_fields_that_are_called_as_words_of_a_schema_stay():
     def order(book: Book) -> str:
         """Orders."""
 
-    assert parameters_schema(order)["properties"]["book"] == {
+    assert parameters_of(order)["properties"]["book"] == {
         "type": "object", "required": ["title"],
         "properties": {
             "title": {"type": "string"}, "default": {"type": "integer", "default": 3},
             "about": {"type": "object", "additionalProperties": {"type": "string"}, "default": {"title": "none"}},
+            "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True, "default": [*"abcd"]},
         },
     }  # fmt: skip
 
@@ -231,7 +239,7 @@ def test_a_class_that_holds_itself_stays_a_definition():
     def plant(tree: Tree, second: Tree | None = None) -> Tree:
         """Plants."""
 
-    schema = parameters_schema(plant)
+    schema = parameters_of(plant)
     node = {"type": "object", "required": ["name"], "properties": {
         "name": {"type": "string"},
         "parts": {"type": "array", "items": {"$ref": "#/$defs/Tree"}, "default": []}}}  # fmt: skip
@@ -255,6 +263,16 @@ def test_null_where_the_default_is_none():
     assert arguments == {} and mistake.startswith("argument 'city' must be str, got None: ")
     _, mistake = read_call(ToolCall("find", {"city": "x", "limit": "3"}), {"find": find})
     assert mistake.startswith("argument 'limit' must be int | None, got '3'")
+
+    def tool(x: Annotated[str | None, Field(description="the x")] = None, y: dict[str, Any] = None, z: Any = None):
+        """Takes."""
+
+    assert list(parameters_of(tool)["properties"].values()) == [  # a type that takes null is not written twice
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "the x", "default": None},
+        {"anyOf": [{"type": "object", "additionalProperties": True}, {"type": "null"}], "default": None},
+        {"default": None},
+    ]
+    assert signature_of(tool) == "(x: str | None = None, y: dict[str, Any] | None = None, z: Any = None) -> str"
 
 
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -371,6 +389,63 @@ def tool_of(parameters):
     return tool
 
 
+def read(kind, value):
+    """(repr of the argument that a parameter of this type gets, what is wrong with it)."""
+    arguments, mistake = read_call(ToolCall("tool", {"where": value}), {"tool": tool_of({"where": kind})})
+    return repr(arguments.get("where")), mistake
+
+
+@pytest.mark.parametrize(
+    "kind, value, given",
+    [
+        (Level, 2, "<Level.HIGH: 2>"),
+        (set[str], ["a", "a"], "{'a'}"),
+        (dict[int, str], {"7": "a"}, "{7: 'a'}"),
+        (pathlib.Path, "a/b", repr(pathlib.Path("a/b"))),
+        (typing.NewType("User", int), 3, "3"),
+        (bool | int, True, "True"),
+        (bool | int, 1, "1"),
+        (float, 7, "7"),  # what JSON itself has stays as it was read
+        (float, 7.0, "7.0"),
+        (Any, {"a": [1, None, 2.5]}, "{'a': [1, None, 2.5]}"),
+        (object, "\ud800", "'\\ud800'"),
+        (dict[str, float], {"a": float("inf")}, "{'a': inf}"),
+    ],
+)
+def test_an_argument_becomes_what_its_parameter_is(kind, value, given):
+    assert read(kind, value) == (given, None)
+
+
+@pytest.mark.parametrize(
+    "kind, value, mistake",
+    [
+        (tuple[int, str], ["1", "a"], "list[Any], got '1' at where[0]: Input should be a valid integer. "),
+        (Item | list[Item], [{"sku": "x", "count": 1}, {"sku": 7, "count": 1}],
+         "dict[str, Any] | list[dict[str, Any]], got 7 at where['list[Item]'][1]['sku']: "),
+        (Annotated[str, pydantic.AfterValidator({"a": 1}.__getitem__)], "b", "str, got 'b': KeyError: 'b'. "),
+    ],
+)  # fmt: skip
+def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
+    _, words = read(kind, value)
+    assert words.startswith(f"argument 'where' must be {mistake}") and "Usage: tool(where: " in words
+
+
+def test_a_model_is_given_without_what_it_does_not_have_and_others_by_their_type():
+    def visit(item: Item, **others: Unit) -> str:
+        """Visits."""
+
+    written = {"item": {"sku": "a", "count": 1, "mayor": "x"}, "sky": "celsius"}
+    arguments, _ = read_call(ToolCall("visit", written), {"visit": visit})
+    assert arguments == {"item": Item(sku="a", count=1), "sky": Unit.CELSIUS}
+    assert not hasattr(arguments["item"], "mayor")
+
+
+@pytest.mark.parametrize("kind", [types.CodeType, list[types.CodeType], Unit | types.CodeType, Callable[[], int]])
+def test_a_parameter_that_no_json_fits_is_refused(kind):
+    with pytest.raises(ValueError, match="Tool tool: its parameters have no JSON schema"):
+        tool_of({"where": kind})
+
+
 def same_value(one, other):
     """Equal, and of the same types throughout."""
     if type(one) is not type(other):
@@ -398,15 +473,10 @@ def other_values(rng, value):
             yield {k: v for k, v in value.items() if k != key}
 
 
-def strict_types(validator):
-    """jsonschema's types, but of integers: JSON's 1.0 is no int here, as for TRL and verl."""
-    checker = validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-    return jsonschema.validators.extend(validator, type_checker=checker)
-
-
-VALIDATOR = strict_types(jsonschema.Draft202012Validator)
-
-
+# jsonschema's types, but of integers: JSON's 1.0 is no int here, as for TRL and verl.
+DRAFT = jsonschema.Draft202012Validator
+TYPES = DRAFT.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+VALIDATOR = jsonschema.validators.extend(DRAFT, type_checker=TYPES)
 FORMATS = jsonschema.FormatChecker(["date", "uuid"])
 # A number as text is a time in seconds to pydantic; in JSON's format it is none.
 FORMATS.checks("date-time")(lambda value: not isinstance(value, str) or "T" in value or value == "1")
@@ -424,7 +494,7 @@ def test_what_the_schema_allows_is_what_the_tool_takes(seed):
     rng = random.Random(seed)
     parameters = {f"p{k}": some_type(rng) for k in range(3)}
     tool = tool_of({name: hint for name, (hint, _) in parameters.items()})
-    whole = tool_schema("tool", tool)["function"]["parameters"]
+    whole = parameters_of(tool)
     jsonschema.Draft202012Validator.check_schema(whole)
     assert list(whole["properties"]) == whole["required"] == list(parameters)
     judged = 0
@@ -485,15 +555,6 @@ def ambiguous(hint, value):
 def writable(family, written):
     """Whether the template can write this: Gemma's keys have no quotes, so that none may hold a blank, or be 1."""
     return family != "gemma4" or not re.search(r'"(x y|1)":', json.dumps(written))
-
-
-def test_a_type_that_takes_none_is_not_written_twice():
-    def tool(x: Annotated[str | None, Field(description="the x")] = None):
-        """Takes."""
-
-    (schema,) = tool_schema("tool", tool)["function"]["parameters"]["properties"].values()
-    assert schema == {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "the x", "default": None}
-    assert str(signature_of(tool)) == "(x: str | None = None)"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,6 +1,7 @@
 """Tools that take time: threads, timeouts, hangs."""
 
 import asyncio
+import sys
 import threading
 import time
 from multiprocessing.pool import ThreadPool
@@ -112,6 +113,21 @@ def test_a_slow_tool_holds_up_no_other_conversation():
     rollouts = within(lambda: env.generate(["go"] * 4, backend), 90)["rollouts"]
     verify(env, rollouts, backend)
     assert rollouts[0].turns[0].observation == "3 were through"
+
+
+def test_sys_exit_in_a_task_of_the_tools_own_does_not_end_the_loop():
+    """asyncio hands it to the thread of the loop."""
+
+    async def leave() -> str:
+        """Leaves."""
+
+        async def part():
+            sys.exit(0)
+
+        await asyncio.gather(part(), asyncio.sleep(0))
+
+    (rollout,) = run_many([leave, add], [[call("leave"), ADD, ANSWER]])
+    assert [turn.observation for turn in rollout.turns[:2]] == ["Error: SystemExit: 0", "5"]
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 9])

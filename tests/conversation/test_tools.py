@@ -5,8 +5,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -228,20 +226,15 @@ def test_no_results_is_an_answer(small, query):
 def test_passages_stay_whole_while_they_fit(small, monkeypatch):
     """Of 1000 characters each: two are whole, of the third what is left of 3000, and nothing of the others."""
     small.write(*[(name, "word " * 199 + name) for name in "ABCDE"])
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "1")
-    best = small.wiki_search("word")
-    assert len(best) == len("[1] A\n") + 996
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
-    two = small.wiki_search("word")
-    assert two.startswith(best + "\n\n[2] ")
-    assert "cut" not in two
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
-    three = small.wiki_search("word")
-    assert three.startswith(two + "\n\n[3] ")
-    assert 2980 < len(three) <= 3000
-    assert three.endswith(" ... [cut, 1002 characters in all]")
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "5")
-    assert small.wiki_search("word") == three
+    results = []
+    for topk in ("1", "2", "3", "5"):
+        monkeypatch.setenv("WIKI_SEARCH_TOPK", topk)
+        results.append(small.wiki_search("word"))
+    one, two, three, five = results
+    assert len(one) == len("[1] A\n") + 996
+    assert two.startswith(one + "\n\n[2] ") and "cut" not in two
+    assert three.startswith(two + "\n\n[3] ") and 2980 < len(three) <= 3000
+    assert three.endswith(" ... [cut, 1002 characters in all]") and five == three
 
 
 def test_first_passage_is_cut_where_it_is_too_long_and_no_stump_of_the_second_follows(small, monkeypatch):
@@ -291,37 +284,20 @@ def test_malformed_corpus_names_the_line_and_leaves_nothing(small):
     assert "A city." in small.wiki_search("Paris")
 
 
-FIRST_SEARCH = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("wiki_search", sys.argv[1])
-wiki = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(wiki)
-build, builds = wiki._build_index, []
-wiki._build_index = lambda *args: (builds.append(args), build(*args))
-print("ready", flush=True)
-sys.stdin.readline()
-print(wiki.wiki_search("Who was the Norse leader Rollo?"))
-print("builds:", len(builds))
-"""
+def test_searches_that_start_together_build_one_index(squad, monkeypatch, tmp_path):
+    """Each with a module and a connection of its own, as processes have. The lock is the file's."""
+    modules, builds, everyone = [load("wiki_search") for _ in range(4)], [], threading.Barrier(4)
 
+    def first_search(module):
+        everyone.wait(30)
+        return module.wiki_search("Who was the Norse leader Rollo?")
 
-def test_processes_that_start_together_build_one_index(squad, tmp_path):
-    command = [sys.executable, "-c", FIRST_SEARCH, str(TOOLS / "wiki_search.py")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
-        for process in processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        ended = [process.communicate(timeout=30) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [errors for _, errors in ended] == [""] * 4
-    results, builds = zip(*(output.rsplit("builds: ", 1) for output, _ in ended), strict=True)
-    assert set(results) == {squad.wiki_search("Who was the Norse leader Rollo?") + "\n"}
-    assert sorted(int(n) for n in builds) == [0, 0, 0, 1]
+    for module in modules:
+        build = module._build_index
+        monkeypatch.setattr(module, "_build_index", lambda *args, build=build: (builds.append(args), build(*args)))
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(first_search, modules))
+    assert results == [squad.wiki_search("Who was the Norse leader Rollo?")] * 4 and len(builds) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["squad.fts5", "squad.fts5.lock"]
 
 

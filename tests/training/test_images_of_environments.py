@@ -24,7 +24,6 @@ from mt_grpo.images.pictures import (
     readable,
     runs_of,
 )
-from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -363,37 +362,24 @@ def test_an_image_that_does_not_fit_takes_no_other_with_it(tokenizer, ids_of):
     assert torch.equal(shown["pixel_values"], pixels)
 
 
-IN_PROCESSES = """
-import random
-from PIL import Image
+def test_what_a_tool_returns_with_images(tokenizer, plain):
+    """Each picture at its place; and errors or the same texts where the model reads text alone."""
 
-def show(what: str) -> list:
-    '''Show.'''
-    rng, image = random.Random(1), Image.new("RGB", (4, 4))
-    image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
-    image = image.resize((56, 56), Image.Resampling.NEAREST)
-    listed = ["One: ", image, {"type": "text", "text": "."}]
-    return {"image": image, "alpha": image.convert("RGBA"), "list": listed, "text": ["a", {"b": 1}]}[what]
+    def show(what: str) -> list:
+        """Show."""
+        listed = ["One: ", image(1), {"type": "text", "text": "."}]
+        return {"image": image(1), "alpha": image(1).convert("RGBA"), "list": listed, "text": ["a", {"b": 1}]}[what]
 
-TOOL_FUNCTIONS = [show]
-"""
-
-
-def test_images_of_tools_in_processes_are_those_of_threads(tmp_path, tokenizer, plain):
-    """The same pictures at the same places; and errors or the same texts where the model reads text alone."""
-    (tmp_path / "tools.py").write_text(IN_PROCESSES)
     calls = [f'<tool>{{"name": "show", "args": {{"what": "{w}"}}}}</tool>' for w in ("image", "alpha", "list", "text")]
     limits = {"max_steps": 20, "max_completion_length": 4000, "max_tool_response_tokens": 1000}
     name = f"<image {tokenizer.pictures.read(image(1), '').name}>"
-    for isolate in (False, True):
-        tools = load_tools(str(tmp_path / "tools.py"), isolate=isolate)
-        rollout, _ = play(tokenizer, None, [*calls, ANSWER], tools=tools, **limits)
-        said = [readable(turn.observation) for turn in rollout.turns[:-1]]
-        assert said == [name, name, f"One: {name}.", '["a", {"b": 1}]']
-        assert len(pictures_in(rollout.completion_ids)) == 3
-        rollout, _ = play(plain, None, [*calls, ANSWER], tools=tools, **limits)
-        *refused, text = [turn.observation for turn in rollout.turns[:-1]]
-        assert text == said[3] and all(each.startswith("Error: the tool returned") for each in refused)
+    rollout, _ = play(tokenizer, None, [*calls, ANSWER], tools=[show], **limits)
+    said = [readable(turn.observation) for turn in rollout.turns[:-1]]
+    assert said == [name, name, f"One: {name}.", '["a", {"b": 1}]']
+    assert len(pictures_in(rollout.completion_ids)) == 3
+    rollout, _ = play(plain, None, [*calls, ANSWER], tools=[show], **limits)
+    *refused, text = [turn.observation for turn in rollout.turns[:-1]]
+    assert text == said[3] and all(each.startswith("Error: the tool's result has an image") for each in refused)
 
 
 @pytest.mark.parametrize("seed", range(12))

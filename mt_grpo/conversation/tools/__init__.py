@@ -2,5 +2,5 @@
 
 results       a result or an error as text
 signature     what the model reads of a tool; a call checked against it
-running       running a tool within its time: on the event loop, in a thread, in a process
+running       running a tool within its time: on the event loop or in a thread
 """

@@ -1,12 +1,10 @@
-"""Converts a tool's result to the text that the model reads. A tool's process imports this module, too."""
+"""Converts a tool's result to the text that the model reads."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import enum
 import functools
-import io
 import json
 import re
 from collections import deque
@@ -14,8 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Set, Va
 from typing import Any
 
 from mt_grpo.rollout import ToolResult
-
-SENT_BYTES, SENT_IMAGE = "\0bytes", "\0image"  # keys of values from a tool's process that JSON lacks
 
 
 def json_form(value: Any) -> Any:
@@ -47,30 +43,6 @@ def as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
 
 
-def as_sent(value: Any) -> Any:
-    """Convert a value one step towards what a tool's process sends; `as_received` restores bytes and images."""
-    if hasattr(value, "getbands"):
-        if getattr(value, "n_frames", 1) > 1 and value.format != "MPO":
-            raise ValueError(f"the tool returned an animated image ({value.n_frames} frames). Give one of them")
-        from PIL import ImageOps
-
-        file = io.BytesIO()
-        ImageOps.exif_transpose(value).convert("RGB").save(file, "PNG", compress_level=1)
-        return {SENT_IMAGE: base64.b64encode(file.getvalue()).decode()}
-    if isinstance(value, (bytes, bytearray)):
-        return {SENT_BYTES: base64.b64encode(value).decode()}
-    return json_form(value)
-
-
-def as_received(part: dict[str, Any]) -> Any:
-    """Restore bytes and images in what a tool's process sent. An image's pixels are decoded later, off the loop."""
-    if SENT_IMAGE in part:
-        from PIL import Image
-
-        return Image.open(io.BytesIO(base64.b64decode(part[SENT_IMAGE])))
-    return base64.b64decode(part[SENT_BYTES]) if SENT_BYTES in part else part
-
-
 @dataclasses.dataclass(frozen=True)
 class ResultInParts:
     """A result with images: texts and images for a model that reads images, and a text for a text-only model.
@@ -92,22 +64,15 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
             raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
         return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=result.error)
     if isinstance(result, ResultInParts):
-        if reader is None and result.text is None:
-            raise ValueError("the tool returned an image, and this run's model reads text alone")
         try:
-            return as_result(result.text if reader is None else result.parts, reader)
+            return as_result(result.text if reader is None and result.text is not None else result.parts, reader)
         except ValueError as error:
             if result.text is None:
                 raise
             return ToolResult(f"{result.text}\n{error}")
-    if reader is not None:
-        from mt_grpo.images.messages import read_result
+    if isinstance(result, str):
+        return ToolResult(result)
+    from mt_grpo.images.messages import read_result
 
-        if (read := read_result(result, reader)) is not None:
-            return ToolResult(read[0], pictures=tuple(read[1]))
-    for part in result if isinstance(result, list) else [result]:
-        image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
-        image = image.get("bytes") if isinstance(image, dict) else image
-        if hasattr(image, "getbands") or (image is not part and isinstance(image, (bytes, bytearray))):
-            raise ValueError("the tool returned an image, and this run's model reads text alone")  # and no bytes of it
-    return ToolResult(as_text(result))
+    read = read_result(result, reader)  # raises for an image without a reader
+    return ToolResult(as_text(result)) if read is None else ToolResult(read[0], pictures=tuple(read[1]))

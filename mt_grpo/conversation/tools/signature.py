@@ -1,7 +1,4 @@
-"""Functions as tools: what the model reads of them, and a call's arguments checked and converted by pydantic.
-
-A tool's process imports this module, so it starts fast: what is slow to import is imported where it is used.
-"""
+"""Functions as tools: what the model reads of them, and a call's arguments checked and converted by pydantic."""
 
 from __future__ import annotations
 
@@ -26,13 +23,6 @@ from mt_grpo.rollout import Origin, ToolCall, ToolResult
 
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
 EMPTY = inspect.Parameter.empty
-UNIONS = (typing.Union, types.UnionType)
-
-
-class Shown(str):
-    """A text that is shown in a signature without quotes."""
-
-    __repr__ = str.__str__
 
 
 def is_json_type(expected: Any) -> bool:
@@ -48,48 +38,15 @@ def is_json_type(expected: Any) -> bool:
         return all(type(option) in (str, int, bool, type(None)) for option in options)
     if origin is dict:
         return not options or (options[0] in (str, Any) and is_json_type(options[1]))
-    if origin in (list, Sequence, *UNIONS):
+    if origin in (list, Sequence, typing.Union, types.UnionType):
         return all(map(is_json_type, options))
     return expected in (str, int, float, bool, type(None), Any, object)
-
-
-def type_name(expected: Any) -> str:
-    """A type as one writes it, without modules and notes: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`.
-
-    >>> type_name(typing.Optional[re.RegexFlag]), type_name(tuple[int, ...]), type_name(typing.Annotated[int, 3])
-    ('RegexFlag | None', 'tuple[int, ...]', 'int')
-    """
-    origin, options = typing.get_origin(expected), typing.get_args(expected)
-    if origin is typing.Annotated:
-        return type_name(options[0])
-    if origin is Literal:  # a member of an Enum by its value, which is what one writes
-        return f"Literal[{', '.join(repr(getattr(option, 'value', option)) for option in options)}]"
-    if origin in UNIONS:
-        return " | ".join(map(type_name, options))
-    if expected in (type(None), ...):
-        return "..." if expected is ... else "None"
-    name = getattr(origin or expected, "__name__", str(expected))
-    return f"{name}[{', '.join(map(type_name, options))}]" if options else name
-
-
-class ArgumentReader:
-    """Reads the arguments of one parameter. Raises pydantic's `ValidationError`, or the error of a validator."""
-
-    def __init__(self, hint: Any):
-        self.hint, self.plain, self.adapter = hint, is_json_type(hint), TypeAdapter(hint)
-
-    def read(self, value: Any) -> Any:
-        if self.plain:  # 7 stays an int where a float is expected
-            self.adapter.validate_python(value, strict=True)
-            return value
-        return self.adapter.validate_json(json.dumps(value), strict=True)
 
 
 def cached_by_function(function: Callable) -> Callable:
     """Cache the result per tool while the tool exists. A method is one tool, whatever object it is bound to."""
     cache = weakref.WeakKeyDictionary()
 
-    @functools.wraps(function)
     def wrapper(tool: Callable) -> Any:
         results = cache.setdefault(getattr(tool, "__func__", tool), {})
         if (bound := inspect.ismethod(tool)) not in results:
@@ -99,40 +56,49 @@ def cached_by_function(function: Callable) -> Callable:
     return wrapper
 
 
-def takes_none(hint: Any) -> bool:
-    """Whether a type allows None."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (*UNIONS, Literal, typing.Annotated) else ()
-    return hint in (Any, object, None, type(None)) or any(map(takes_none, options))
-
-
-def hints_of(tool: Callable) -> dict[str, Any]:
-    """The types of a tool's parameters, and of its result as `return`. A parameter with default None takes None."""
-    hints = typing.get_type_hints(tool, include_extras=True)
-    for name, parameter in inspect.signature(tool).parameters.items():
-        if parameter.default is None and not takes_none(hints.get(name, Any)):
-            hints[name] = typing.Union[hints[name], None]  # noqa: UP007 (not all hints have `|`)
-    return hints
-
-
 @cached_by_function
-def readers_of(tool: Callable) -> dict[str, ArgumentReader]:
-    """A reader per parameter of a tool. The last one may be that of `**rest`, for arguments of any name."""
-    hints = hints_of(tool)
-    return {name: ArgumentReader(hints.get(name, Any)) for name in inspect.signature(tool).parameters}
+def types_of(tool: Callable) -> dict[str, tuple[bool, TypeAdapter]]:
+    """(whether JSON has the type, pydantic's adapter) per parameter, `**rest` last. A default of None is allowed."""
+    hints, bare, adapters = typing.get_type_hints(tool, include_extras=True), typing.get_type_hints(tool), {}
+    for name, parameter in inspect.signature(tool).parameters.items():
+        hint = hints.get(name, Any)
+        if parameter.default is None and hint is not Any and type(None) not in typing.get_args(bare.get(name)):
+            hint = typing.Union[hint, None]  # noqa: UP007 (not all hints have `|`)
+        adapters[name] = is_json_type(hint), TypeAdapter(hint)
+    return adapters
 
 
 # What the model reads of a tool.
 
 
-class ParameterSchema(GenerateJsonSchema):
-    """A JSON schema whose defaults are the same in every process: sets are sorted."""
+def as_json(value: Any) -> Any:
+    """Convert a default value to JSON, in the same way in every process."""
+    return json.loads(json.dumps(value, default=json_form))
+
+
+class PlainSchema(GenerateJsonSchema):
+    """A schema without titles of fields and OpenAPI's `discriminator`."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def tagged_union_schema(self, schema: Any) -> dict[str, Any]:
+        return {"oneOf": super().tagged_union_schema(schema)["oneOf"]}
 
     def encode_default(self, dft: Any) -> Any:
-        return json.loads(json.dumps(dft, default=json_form))
+        return as_json(dft)
+
+    def generate_definitions(self, inputs: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """The schemas written out, and definitions only if a class contains itself."""
+        schemas, shared = super().generate_definitions(inputs)
+        classes = {name: {key: part for key, part in each.items() if key != "title"} for name, each in shared.items()}
+        written = {key: written_out(each, classes) for key, each in schemas.items()}
+        recursive = '"#/$defs/' in json.dumps(list(written.values()))
+        return written, {name: written_out(each, classes, (name,)) for name, each in classes.items() if recursive}
 
 
-def written_out(part: Any, definitions: dict[str, Any], inside: tuple[str, ...] = (), fields: bool = False) -> Any:
-    """A JSON schema without titles and references, which few chat templates follow. `fields`: its keys are names."""
+def written_out(part: Any, definitions: dict[str, Any], inside: tuple[str, ...] = ()) -> Any:
+    """A JSON schema without references, which few chat templates follow. A class inside itself stays one."""
     if isinstance(part, list):
         return [written_out(each, definitions, inside) for each in part]
     if not isinstance(part, dict):
@@ -141,53 +107,13 @@ def written_out(part: Any, definitions: dict[str, Any], inside: tuple[str, ...] 
     if name in definitions and name not in inside:
         further = {key: each for key, each in part.items() if key != "$ref"}
         return written_out({**definitions[name], **further}, definitions, (*inside, name))
-    return {
-        key: each
-        if not fields and key in ("const", "default", "enum", "examples")
-        else written_out(each, definitions, inside, key == "properties" and not fields)
-        for key, each in part.items()
-        if fields or key not in ("title", "$defs", "mapping")  # `mapping`: references of a discriminator
-    }
+    return {key: written_out(each, definitions, inside) for key, each in part.items()}
 
 
-def with_definitions(written: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """A schema in which a class that contains itself is a definition, and no other."""
-    written = written_out(written, definitions)
-    if '"#/$defs/' not in json.dumps(written):
-        return written
-    return {**written, "$defs": {name: written_out(each, definitions, (name,)) for name, each in definitions.items()}}
-
-
-def json_schema(hint: Any, mode: Literal["validation", "serialization"] = "validation") -> dict[str, Any]:
+def json_schema(adapter: TypeAdapter, mode: Literal["validation", "serialization"] = "validation") -> dict[str, Any]:
     """The JSON schema of a type. Raises pydantic's errors for one that JSON cannot hold."""
-    schema = TypeAdapter(hint).json_schema(mode=mode, schema_generator=ParameterSchema)
-    return with_definitions(schema, schema.get("$defs", {}))
-
-
-@cached_by_function
-def parameters_schema(tool: Callable) -> dict[str, Any]:
-    """The JSON schema of all parameters of a tool, as one object. Raises the errors of `json_schema`."""
-    properties: dict[str, Any] = {}
-    written: dict[str, Any] = {"type": "object", "properties": properties}
-    adapters = [(name, "validation", reader.adapter) for name, reader in readers_of(tool).items()]
-    schemas, shared = TypeAdapter.json_schemas(adapters, schema_generator=ParameterSchema)
-    required: list[str] = []
-    for name, parameter in inspect.signature(tool).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            written["additionalProperties"] = schemas[name, "validation"]
-            continue
-        properties[name] = dict(schemas[name, "validation"])
-        if parameter.default is EMPTY:
-            required.append(name)
-        else:
-            properties[name]["default"] = json.loads(json.dumps(parameter.default, default=json_form))
-    written |= {"required": required} if required else {}
-    return with_definitions(written, shared.get("$defs", {}))
-
-
-def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
-    """The JSON schema of a tool for chat templates. A tool that is an object brings its own."""
-    return {"type": "function", "function": {**(getattr(tool, "json_schema", None) or described(tool)), "name": name}}
+    schemas, definitions = TypeAdapter.json_schemas([("", mode, adapter)], schema_generator=PlainSchema)
+    return {**schemas["", mode], **definitions}
 
 
 @cached_by_function
@@ -195,39 +121,81 @@ def described(tool: Callable) -> dict[str, Any]:
     """What the model reads of a function, with the notes of a docstring in Google's style beside the parameters."""
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
+    adapters = [(name, "validation", adapter) for name, (_, adapter) in types_of(tool).items()]
+    schemas, definitions = TypeAdapter.json_schemas(adapters, schema_generator=PlainSchema)
+    properties: dict[str, Any] = {}
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    for name, parameter in inspect.signature(tool).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            parameters["additionalProperties"] = schemas[name, "validation"]
+            continue
+        properties[name] = schemas[name, "validation"]
+        if parameter.default is EMPTY:
+            parameters.setdefault("required", []).append(name)
+        else:
+            properties[name]["default"] = as_json(parameter.default)
     text = (inspect.getdoc(tool) or "").strip()
     description, notes, returns = parse_google_format_docstring(text)
-    parameters = dict(parameters_schema(tool))
-    if parameters["properties"].keys() <= notes.keys():
-        parameters["properties"] = properties = {}
-        for key, schema in parameters_schema(tool)["properties"].items():
-            # As transformers reads it: the choices may stand behind the note.
-            note, choices = re.fullmatch(r"(.*?)(?:\s*\(choices:\s*(\[.*\])\)\s*)?", notes[key], re.I | re.S).groups()
-            properties[key] = {**schema, **({"enum": json.loads(choices)} if choices else {}), "description": note}
+    if properties.keys() <= notes.keys():
+        for name, schema in properties.items():
+            schema["description"] = notes[name]
     else:  # then the model reads all of the docstring, whatever its style
         description = text
-    function = {"name": tool.__name__, "description": description, "parameters": parameters}
-    hint = hints_of(tool).get("return", EMPTY)
+    function = {"name": tool.__name__, "description": description, "parameters": parameters | definitions}
+    hint = typing.get_type_hints(tool, include_extras=True).get("return", EMPTY)
     with suppress(Exception):  # no hint, or none that JSON can hold; a class's own hooks may raise anything
-        function["return"] = json_schema(str if hint is ToolResult else hint, "serialization")
+        function["return"] = json_schema(TypeAdapter(str if hint is ToolResult else hint), "serialization")
         function["return"] |= {} if returns is None else {"description": returns}
     return function
 
 
-@cached_by_function
-def signature_of(tool: Callable) -> inspect.Signature | str:
-    """A tool's signature for the model: types by their names, and defaults of types that JSON lacks as JSON."""
-    if hasattr(tool, "shown_signature"):
-        return tool.shown_signature
-    signature, hints, parameters = inspect.signature(tool), hints_of(tool), []
-    for name, parameter in signature.parameters.items():
-        hint, default = hints.get(name, Any), parameter.default
-        if not is_json_type(hint) and default is not EMPTY and default is not None:
-            default = Shown(json.dumps(default, default=json_form, ensure_ascii=False))
-        parameters.append(parameter.replace(annotation=Shown(type_name(hint)), default=default))
-    hint = hints.get("return", EMPTY)
-    returned = hint if hint is EMPTY else Shown(type_name(str if hint is ToolResult else hint))
-    return inspect.Signature(parameters, return_annotation=returned)
+def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
+    """The JSON schema of a tool for chat templates. A tool that is an object brings its own."""
+    return {"type": "function", "function": {**(getattr(tool, "json_schema", None) or described(tool)), "name": name}}
+
+
+def parts_of_schema(schema: dict[str, Any] | None) -> tuple[dict[str, Any], list[str], Any]:
+    """(properties, required names, schema of further ones or False) of a tool's parameters."""
+    schema = schema or {}
+    further, properties = schema.get("additionalProperties"), schema.get("properties") or {}
+    properties = {name: each if isinstance(each, dict) else {} for name, each in properties.items()}
+    return properties, schema.get("required") or [], False if further is None else further
+
+
+def type_of_schema(schema: Any) -> str:
+    """The Python type of a value that a JSON schema describes, by its name; `Any` if there is none.
+
+    >>> [type_of_schema(each) for each in ({"type": ["integer", "null"]}, {"type": "array"}, {"enum": ["a"]}, True)]
+    ['int | None', 'list[Any]', "Literal['a']", 'Any']
+    """
+    names = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None"}
+    schema = schema if isinstance(schema, dict) else {}  # `true` allows everything
+    kind, options = schema.get("type", ""), schema.get("anyOf") or schema.get("oneOf")
+    if "enum" in schema or "const" in schema:
+        return f"Literal[{', '.join(map(repr, schema.get('enum', [schema.get('const')])))}]"
+    if options or isinstance(kind, list):
+        options = options or [{**schema, "type": each} for each in kind]
+        return " | ".join(dict.fromkeys(map(type_of_schema, options)))
+    if kind == "array":
+        return f"list[{type_of_schema(schema.get('items'))}]"
+    if kind == "object":
+        return f"dict[str, {type_of_schema(schema.get('additionalProperties'))}]"
+    return names.get(kind, "Any")
+
+
+def signature_of(tool: Callable) -> str:
+    """The signature of a tool as the model reads it, made of the JSON schema: `(city: str, days: int = 1) -> str`."""
+    function = tool_schema("", tool)["function"]
+    properties, required, further = parts_of_schema(function.get("parameters"))
+    shown = [f"{name}: {type_of_schema(properties[name])}" for name in properties if name in required]
+    for name in [name for name in properties if name not in required]:
+        default = repr(properties[name]["default"]) if "default" in properties[name] else "..."
+        shown.append(f"{name}: {type_of_schema(properties[name])} = {default}")
+    shown += [] if further is False else [f"**others: {type_of_schema(further)}"]
+    returned = type_of_schema(function.get("return", {"type": "string"}))
+    if "return" not in function and not hasattr(tool, "json_schema"):  # such as an image
+        returned = getattr(typing.get_type_hints(tool).get("return"), "__name__", returned)
+    return f"({', '.join(shown)}) -> {returned}"
 
 
 def describe_tools(tools: dict[str, Callable], tokenizer: Any = None) -> str:
@@ -239,9 +207,9 @@ def describe_tools(tools: dict[str, Callable], tokenizer: Any = None) -> str:
 
     texts = []
     for name, tool in tools.items():
-        readers = {} if hasattr(tool, "json_schema") else readers_of(tool)
-        hints = {key: reader.hint for key, reader in readers.items() if not reader.plain}
-        lines = [f"{key}: {json.dumps(json_schema(hint), ensure_ascii=False)}" for key, hint in hints.items()]
+        adapters = {} if hasattr(tool, "json_schema") else types_of(tool)
+        shown = {key: json_schema(adapter) for key, (plain, adapter) in adapters.items() if not plain}
+        lines = [f"{key}: {json.dumps(schema, ensure_ascii=False)}" for key, schema in shown.items()]
         text = "\n".join([f"{name}{signature_of(tool)}", *lines, inspect.getdoc(tool)])
         if tokenizer is not None:
             forbidden = forbidden_in(Origin.OUTSIDE, "tool", tokenizer)
@@ -262,9 +230,6 @@ def fill_in_tools(system_prompt: str, tools: dict[str, Callable], tokenizer: Any
         raise ValueError(words + ". Write literal braces twice: {{ and }}.") from None
 
 
-# From what a file or an integration lists to tools by name.
-
-
 def named_tools(tools: Iterable) -> dict[str, Callable]:
     """Convert tools to functions by name. Raises `ValueError` for an invalid tool, and for two of the same name."""
     named: dict[str, Callable] = {}
@@ -283,8 +248,6 @@ def check_tool(tool: Callable) -> None:
         raise ValueError(f"A tool is a function with a name of letters, digits and _.:/-, got {name or tool!r:.100}.")
     if not inspect.getdoc(tool):
         raise ValueError(f"Tool {name} has no docstring. Write one: the model reads it to use the tool.")
-    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
-        raise ValueError(f"Tool {name} is a generator function. Use `return` with the whole result, not `yield`.")
     for key, parameter in inspect.signature(tool).parameters.items() if not hasattr(tool, "json_schema") else ():
         if parameter.annotation is EMPTY:
             raise ValueError(f"Tool {name} has no type hint for {key!r}. Write `{key}: str`; list `MyClass().f`.")
@@ -293,8 +256,7 @@ def check_tool(tool: Callable) -> None:
     try:
         tool_schema(name, tool)
     except Exception as error:  # a class's own hooks may raise anything
-        words = f"Tool {name}: pydantic finds no JSON schema of its parameters: {error_line(error)}."
-        raise ValueError(words) from error
+        raise ValueError(f"Tool {name}: its parameters have no JSON schema: {error_line(error)}.") from error
 
 
 class JsonSchema(BaseModel, extra="allow"):
@@ -331,49 +293,14 @@ def as_tool(tool: Any) -> Callable:
     try:
         made.json_schema = function = {**schema.get("function", schema), "name": tool.name}
         check_schema(function.get("parameters"))
-        made.shown_signature = shown_signature(function.get("parameters"))
-        properties = parts_of_schema(function.get("parameters"))[0].items()
-        described = {name: each for name, each in properties if isinstance(each, dict) and each.get("description")}
+        signature_of(made)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"Tool {tool.name} has the schema {schema!r:.200}, which describes no function: {error}."
-        ) from None
-    notes = [f"    {name}: {each['description']}" for name, each in described.items()]
+        words = f"Tool {tool.name} has the schema {schema!r:.200}, which describes no function: {error}."
+        raise ValueError(words) from None
+    properties, *_ = parts_of_schema(function.get("parameters"))
+    notes = [f"    {name}: {each['description']}" for name, each in properties.items() if each.get("description")]
     made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
     return made
-
-
-def shown_signature(schema: dict[str, Any] | None) -> str:
-    """The signature of a tool with a JSON schema of its parameters. Its result is shown as text.
-
-    >>> shown_signature({"properties": {"a": {"type": "integer"}, "b": True}, "required": ["b"]})
-    '(b: Any, a: int = ...) -> str'
-    """
-    properties, required, further = parts_of_schema(schema)
-    shown = [f"{name}: {type_of_schema(each)}" for name, each in properties.items() if name in required]
-    for name, each in [(name, each) for name, each in properties.items() if name not in required]:
-        default = each.get("default", ...) if isinstance(each, dict) else ...
-        shown.append(f"{name}: {type_of_schema(each)} = {'...' if default is ... else repr(default)}")
-    shown += [] if further is False else [f"**others: {type_of_schema(further)}"]
-    return f"({', '.join(shown)}) -> str"
-
-
-def type_of_schema(schema: Any) -> str:
-    """The Python type of a parameter that a JSON schema describes, by its name; `Any` if there is none.
-
-    >>> [type_of_schema(each) for each in ({"type": ["integer", "null"]}, {"type": "array"}, {"enum": ["a"]}, True)]
-    ['int | None', 'list[Any]', "Literal['a']", 'Any']
-    """
-    names = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None"}
-    schema = schema if isinstance(schema, dict) else {}  # `true` allows everything
-    kind, options = schema.get("type", ""), schema.get("anyOf") or schema.get("oneOf")
-    if "enum" in schema:
-        return f"Literal[{', '.join(map(repr, schema['enum']))}]"
-    if options or isinstance(kind, list):
-        return " | ".join(map(type_of_schema, options or [{**schema, "type": each} for each in kind]))
-    if kind == "array":
-        return f"list[{type_of_schema(schema.get('items'))}]"
-    return "dict[str, Any]" if kind == "object" else names.get(kind, "Any")
 
 
 def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
@@ -385,13 +312,6 @@ def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
     functools.update_wrapper(method, as_tool(types.SimpleNamespace(name=name, schema=schema, run=method)))
     del method.__wrapped__  # it wraps nothing: the tool calls the method
     return method
-
-
-def parts_of_schema(schema: dict[str, Any] | None) -> tuple[dict[str, Any], list[str], Any]:
-    """(properties, required names, schema of further ones or False) of a tool's parameters."""
-    schema = schema or {}
-    further = schema.get("additionalProperties")
-    return schema.get("properties") or {}, schema.get("required") or [], False if further is None else further
 
 
 # A call and its arguments.
@@ -416,41 +336,36 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
         return {}, unreadable(call)
     if call.name not in tools:
         return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
-    tool, usage = tools[call.name], f"Usage: {call.name}{signature_of(tools[call.name])}"
-    schema = tool.json_schema.get("parameters") if hasattr(tool, "json_schema") else parameters_schema(tool)
-    properties, required, further = parts_of_schema(schema)
-    if missing := [name for name in required if name in properties and name not in call.arguments]:
-        return {}, f"missing a required argument: {missing[0]!r}. {usage}"
-    if unknown := [name for name in call.arguments if name not in properties and further is False]:
-        return {}, f"got an unexpected keyword argument {unknown[0]!r}. {usage}"
-    written = copy.deepcopy(call.arguments)  # a tool may change what it gets, and the call stays what was written
     try:
-        read = read_arguments(tool, written)
-        return (written if hasattr(tool, "prepare") else read), None  # a tool's process makes its own objects of JSON
+        return read_arguments(tools[call.name], call.arguments), None
     except ValueError as error:
-        return {}, f"{error}. {usage}"
+        return {}, f"{error}. Usage: {call.name}{signature_of(tools[call.name])}"
 
 
 def read_arguments(tool: Callable, written: dict[str, Any]) -> dict[str, Any]:
-    """Convert arguments to the types of a function's parameters. Raises `ValueError` for one that does not fit.
-
-    A tool with a schema of its own gets them as they were written.
-    """
-    if hasattr(tool, "json_schema"):
-        return written
-    arguments, readers = {}, readers_of(tool)
-    for name, value in written.items():
-        reader = readers.get(name) or list(readers.values())[-1]
+    """Convert arguments to the types of a tool's parameters. Raises `ValueError` for those that do not fit."""
+    properties, required, further = parts_of_schema(tool_schema("", tool)["function"].get("parameters"))
+    if missing := [name for name in required if name in properties and name not in written]:
+        raise ValueError(f"missing a required argument: {missing[0]!r}")
+    if unknown := [name for name in written if name not in properties and further is False]:
+        raise ValueError(f"got an unexpected keyword argument {unknown[0]!r}")
+    arguments = copy.deepcopy(written)  # a tool may change what it gets, and the call stays what was written
+    if hasattr(tool, "json_schema"):  # checked by the tool itself
+        return arguments
+    adapters = types_of(tool)
+    for name, value in arguments.items():
+        plain, adapter = adapters[name] if name in properties else list(adapters.values())[-1]
         try:
-            arguments[name] = reader.read(value)
-        except ValidationError as error:
-            # The option of a union that fits best is the one whose error is deepest inside the value.
-            wrong = max(error.errors(), key=lambda each: len(each["loc"]))
-            where = f" at {name}{''.join(f'[{key!r}]' for key in wrong['loc'])}" if wrong["loc"] else ""
-            got = "nothing" if wrong["type"] == "missing" else f"{wrong['input']!r:.80}"
-            words = f"got {got}{where}: {wrong['msg'].rstrip('.')}"
-            raise ValueError(f"argument {name!r} must be {type_name(reader.hint)}, {words}") from error
+            if plain:  # 7 stays an int where a float is expected
+                adapter.validate_python(value, strict=True)
+            else:
+                arguments[name] = adapter.validate_json(json.dumps(value), strict=True)
         except (Exception, SystemExit) as error:  # a validator may raise anything
-            words = f"whose check raised {error_line(error)}"
-            raise ValueError(f"argument {name!r} must be {type_name(reader.hint)}, {words}") from error
+            own = {"loc": (), "input": value, "msg": error_line(error)}
+            errors = error.errors() if isinstance(error, ValidationError) else [own]
+            wrong = max(errors, key=lambda each: len(each["loc"]))  # of a union, the option that fits best
+            where = f" at {name}{''.join(f'[{key!r}]' for key in wrong['loc'])}" if wrong["loc"] else ""
+            expected = type_of_schema(properties.get(name, further))
+            words = f"argument {name!r} must be {expected}, got {wrong['input']!r:.80}{where}"
+            raise ValueError(f"{words}: {wrong['msg'].rstrip('.')}") from error
     return arguments
