@@ -97,7 +97,6 @@ from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.images.pictures import inputs_of_rows, own_results, read_pictures, readable_messages
 from mt_grpo.recipe.checks import (
     backend_of,
-    check_batch_arithmetic,
     check_config,
     check_groups,
     check_server,
@@ -1000,7 +999,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
         if self.backend == "server":
             self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset)
+            check_server(self.client, env, model_config, args)
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
@@ -1152,7 +1151,7 @@ class MTGRPOScriptArguments(ScriptArguments):
     system_prompt: str | None = key(None, "System message; {tool_descriptions} is filled in. None: built in")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
     prompt_examples: str | None = key(None, "File of example conversations, before each row's messages", path=True)
-    preflight: bool = key(False, "Print what the run will do, sample a batch, and end without training")
+    preflight: bool = key(False, "Sample a batch, print what that means, and end without training")
 
 
 @dataclass
@@ -1203,7 +1202,6 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         check_values(self)
         if self.output_dir == "":
             raise ValueError("output_dir is empty. Expected the path of a folder, which may be new.")
-        check_batch_arithmetic(self)
         super().__post_init__()
         check_config(self)
         make_absolute(self)

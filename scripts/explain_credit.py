@@ -43,7 +43,7 @@ from viewer.rows import question, table_line
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
-from mt_grpo.recipe.parse import default_of, recipe_text
+from mt_grpo.recipe.parse import default_of
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.training.batch import unused_rewards
 
@@ -122,7 +122,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     }
     for key in ("turn_discount", "outcome_in_return", "state_baseline"):
         if getattr(args, key) != default_of(key, mt.recipe_classes()):
-            credit[key] = recipe_text(getattr(args, key))
+            credit[key] = str(getattr(args, key)).lower()  # as a recipe has it
     model = trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
     sampling = {"model": model, "training row": number_of_row, "rollouts": len(logged)}
     sampling |= {"temperature": f"{args.temperature:g}", "seed": args.seed}

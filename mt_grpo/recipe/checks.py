@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig
 
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.conversations import check_conversations, limits_of
 from mt_grpo.images.pictures import OTHER_KINDS, TOWER, read_row, reader_of, with_pictures
@@ -132,21 +132,6 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
                 f"generation_kwargs: {key!r} is set by another key, is not known to the {backend} backend, or would "
                 "sample from another distribution than the policy's. Remove it."
             )
-
-
-def check_batch_arithmetic(args: GRPOConfig) -> None:
-    """Raise `ValueError` with the nearest valid values if `num_generations` does not divide the batch."""
-    world_size, group = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations
-    steps = args.steps_per_generation or args.gradient_accumulation_steps
-    batch = args.generation_batch_size or args.per_device_train_batch_size * world_size * steps
-    if batch % group:
-        divisors = [each for each in range(2, batch + 1) if batch % each == 0]
-        nearest = sorted(divisors, key=lambda each: abs(each - group))[:2]
-        raise ValueError(
-            f"num_generations={group} does not divide the {batch} rollouts of a batch (per_device_train_batch_size="
-            f"{args.per_device_train_batch_size} x {world_size} processes x {steps} steps). Set num_generations to "
-            f"{' or '.join(map(str, nearest)) or 'a divisor'}, or per_device_train_batch_size to a multiple of it."
-        )
 
 
 def check_groups(funcs: list[Callable], args: GRPOConfig, dataset: Any) -> None:
@@ -354,11 +339,11 @@ def prepare_env(
     return train, test, tokenizer, model_config
 
 
-def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
+def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig) -> None:
     """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them."""
     if hasattr(client, "servers"):
         for server in client.servers:
-            check_server(server, env, model_config, args, dataset)
+            check_server(server, env, model_config, args)
         return client.check_settings()
     client.wait_until_healthy()
     engine, where = client.engine, f"The {client.engine.title} server at {client.base_url}"
@@ -370,16 +355,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
     context = client.model_card["max_model_len"]
     limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
     if client.reads_images:
-        try:
-            on_main_process(lambda: check_it_reads_images(client, env))
-        except ServerError as error:  # the same on all ranks
-            from mt_grpo.images.messages import num_pixels
-
-            if isinstance(error, ServerLost) or any(num_pixels(row, reader_of(env.tokenizer)) for row in dataset):
-                raise
-            logger.warning(f"{error} No row has an image, so the run continues with text only.")
-            for tokenizer in (env.tokenizer, client.tokenizer):
-                with_pictures(tokenizer, f"the server takes no images: {error}".removesuffix("."))
+        on_main_process(lambda: check_it_reads_images(client, env))
     client.transfer.resolve(args.device)  # raises if the server was not started for the setting
 
 

@@ -9,9 +9,7 @@ import functools
 import inspect
 import json
 import os
-import re
 import sys
-import textwrap
 import typing
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from trl import ModelConfig, TrlParser
 from mt_grpo.base.fields import key, keys_that
 from mt_grpo.base.files import RecipeLoader, absolute
 from mt_grpo.recipe.data import GENERATED_DATASETS
-from mt_grpo.recipe.plugins import no_integrations
 
 
 @dataclass
@@ -191,7 +188,7 @@ class RecipeParser(TrlParser):
     """`TrlParser` that raises `ValueError` instead of exiting, and in which `--key null` means None if it may."""
 
     def __init__(self, classes: Classes):
-        super().__init__(classes, allow_abbrev=False)
+        super().__init__(classes, allow_abbrev=False, usage="%(prog)s --config RECIPE [--key value ...]")
         self.known = known_keys(classes)
         for action in self._actions:
             if action.type and type(None) in typing.get_args(self.known.get(action.dest)):
@@ -213,10 +210,10 @@ class RecipeParser(TrlParser):
         return namespace, rest
 
 
-def read_recipe(path: str, classes: Classes, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     """The keys of a recipe and, unless it has them itself, of the one that it includes. Values of `env` are texts.
 
-    `chain` has the recipes that include it. Raises `ValueError` for an unknown key or a value of a wrong type.
+    Raises `ValueError` for an unknown key or a value of a wrong type.
     """
     text = Path(path).read_text(encoding="utf-8")
     known = known_keys(classes) | {"env": dict[str, str | int | float | bool], "include": str}
@@ -235,12 +232,8 @@ def read_recipe(path: str, classes: Classes, chain: tuple[Path, ...] = ()) -> di
             expected = inspect.formatannotation(known[name])
             raise ValueError(f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {expected}.{hint}")
     recipe |= {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
-    if (base := recipe.pop("include", None)) is None:
-        return recipe
-    other, chain = Path(path).parent / base, (*chain, Path(path).resolve())
-    if other.resolve() in chain or not other.is_file():
-        raise ValueError(f"{path} includes {base!r}, which {'includes itself' if other.is_file() else 'is no file'}.")
-    return read_recipe(str(other), classes, chain) | recipe
+    base = recipe.pop("include", None)
+    return (read_recipe(str(Path(path).parent / base), classes) if base else {}) | recipe
 
 
 def check_known(names: Iterable[Any], known: Collection[str], where: str) -> None:
@@ -253,55 +246,8 @@ def check_known(names: Iterable[Any], known: Collection[str], where: str) -> Non
     if unknown:
         raise ValueError(
             f"Unknown keys {where}: {', '.join(unknown)}. docs/configuration.md has the keys, and docs/trl.md, "
-            f"docs/ms_swift.md and docs/verl.md those of other trainers.{no_integrations()}"
+            "docs/ms_swift.md and docs/verl.md those of other trainers."
         )
-
-
-USAGE = """\
-usage: python mt_grpo_trainer.py --config RECIPE [--key value ...]
-
-  python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml  # train on a CPU, 2 to 3 minutes
-  python mt_grpo_trainer.py --config RECIPE --preflight               # check a recipe, sample a batch, do not train
-  bash scripts/train.sh RECIPE                                        # train on GPUs, with the server that it needs
-
-`--key value` replaces the recipe's value, and `--key null` unsets it. The second column has the defaults."""
-SHOWN = {  # the keys that `--help` shows, which are those that a user sets first
-    "Model, data and rewards": "model_name_or_path dataset_name dataset_size tools_script environment reward_fn",
-    "Conversation": "tool_format system_prompt max_env_steps max_completion_length temperature tool_timeout",
-    "Credit": "credit_assignment turn_advantage_coef turn_reward_weights outcome_reward_weights scale_rewards",
-    "Training": "num_generations per_device_train_batch_size learning_rate num_train_epochs max_steps beta",
-    "Server": "use_vllm vllm_mode vllm_server_host vllm_server_port max_staleness",
-    "LoRA": "use_peft lora_r lora_alpha",
-    "Output and checkpoints": "output_dir log_rollouts eval_strategy save_steps resume_from_checkpoint",
-}
-
-
-def help_text(classes: Classes, everything: bool = False) -> str:
-    """What `--help` prints: the keys of `SHOWN` with a sentence of TRL's texts each, or all keys with their texts."""
-    groups = {"All keys": " ".join(known_keys(classes))} if everything else SHOWN
-    lines = [USAGE]
-    for title, names in groups.items():
-        lines += ["", title]
-        for name in names.split():
-            about = field_of(name, classes).metadata
-            text = " ".join(about["help"].replace("%%", "%").split())
-            if not everything and "within" not in about:  # not of ours
-                text = re.split(r"\. (?=[^a-z])", text)[0].rstrip(".")
-            line = f"  --{name:<28} {recipe_text(default_of(name, classes)):<9} {text}"
-            lines += textwrap.wrap(line, 119, subsequent_indent=" " * 43, break_long_words=False)
-    if not everything:
-        lines += ["", "--help all prints all keys; docs/configuration.md explains them."]
-    return "\n".join(lines)
-
-
-def recipe_text(value: Any) -> str:
-    """A value as a recipe has it.
-
-    >>> recipe_text(True), recipe_text(240.0), recipe_text(1e-6), recipe_text(None)
-    ('true', '240', '1e-06', 'null')
-    """
-    value = getattr(value, "value", value)  # of an Enum
-    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
@@ -311,9 +257,6 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     (with the nearest known one), wrong types, unknown choices, and settings that would train something else.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & {*argv}:
-        print(help_text(classes, "all" in argv))
-        sys.exit()
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--config", action="append", default=[])
     known, argv = options.parse_known_args(argv)

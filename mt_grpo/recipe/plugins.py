@@ -62,20 +62,14 @@ class Integration:
         return []
 
 
-def no_integrations() -> str:
-    """A sentence for errors in a file of scripts/one_file.py, where the package is no folder. Else empty."""
-    in_one_file = not hasattr(sys.modules["mt_grpo"], "__path__")
-    return " This file has no integrations: start the clone's script for them." if in_one_file else ""
-
-
 @functools.cache
 def integrations() -> tuple[Integration, ...]:
     """The table's integrations, then other packages'. The first one that `runs` a recipe has its rollouts."""
+    if not hasattr(sys.modules["mt_grpo"], "__path__"):  # a file of scripts/one_file.py, which has none
+        return ()
     group = "mt_grpo.integrations"
-    ours = [] if no_integrations() else INTEGRATIONS.items()
-    points = [importlib.metadata.EntryPoint(name, value, group) for name, value in ours]
-    others = importlib.metadata.entry_points(group=group) if ours else []
-    return tuple(point.load()() for point in [*points, *others])
+    points = [importlib.metadata.EntryPoint(name, value, group) for name, value in INTEGRATIONS.items()]
+    return tuple(point.load()() for point in [*points, *importlib.metadata.entry_points(group=group)])
 
 
 @functools.cache
@@ -123,12 +117,11 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     """
     name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
     tests = eval_strategy != "no"
-    if not name and environments is not None and not tests:
-        return None, None
-    if not name:
+    if not name and (environments is None or tests):
         raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
-    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
-    return train_rows, load_rows(name, script_args.dataset_test_split, **how) if tests else None
+    split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
+    train_rows = load_rows(name, split, script_args.dataset_size, **how) if name else None
+    return train_rows, load_rows(name, test_split, **how) if tests else None
 
 
 def load_recipe_tools(script_args: Any) -> list[Callable]:
@@ -169,27 +162,26 @@ def import_file(path: str, key: str) -> types.ModuleType:
 
 
 def load_lists(path: str, key: str, names: list[str]) -> list:
-    """Import a file and return what it defines under these names, of which it must have one. Others are empty."""
+    """Import a file and return what it defines under these names. One of them must be there, and not be empty."""
     module = import_file(path, key)
-    if not any(hasattr(module, name) for name in names):
-        raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}. Define one of them.")
-    return [getattr(module, name, []) for name in names]
+    values = [getattr(module, name, []) for name in names]
+    if not any(values):
+        raise ValueError(f"{key}: {path!r} has nothing in {' or '.join(names)}. Define one of them.")
+    return values
 
 
-def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
-    """(what `path.py:name` names, the name, the path). Raises `ValueError` if there is none."""
+def load_named(reference: str, key: str) -> tuple[Any, str, str]:
+    """(what `path.py:name` names, the name, the path). Raises `ValueError` or `AttributeError` if there is none."""
     path, _, name = reference.rpartition(":")
     path = absolute(path or reference)
     # A class in the tools file shares its globals.
     module = sys.modules.get(module_name(path, "tools_script")) or import_file(path, key)
-    if not hasattr(module, name):
-        raise ValueError(f"{key}: {path!r} has no {name!r}. Expected path.py:{example}.")
     return getattr(module, name), name, path
 
 
 def load_class(reference: str, key: str) -> type:
-    """The class that `path.py:Class` names. Raises `ValueError` if there is none."""
-    return load_named(reference, key, "ClassName")[0]
+    """The class that `path.py:Class` names. Raises `ValueError` or `AttributeError` if there is none."""
+    return load_named(reference, key)[0]
 
 
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
@@ -228,10 +220,7 @@ def load_tools(path: str | None) -> list[Callable]:
         return []
     path = absolute(path)
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    module = tools_module(path)
-    if not tools and not hasattr(module, "ENVIRONMENT"):
-        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    if inspect.iscoroutinefunction(check := getattr(module, "CHECK_TOOLS", lambda: None)):
+    if inspect.iscoroutinefunction(check := getattr(tools_module(path), "CHECK_TOOLS", lambda: None)):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
     check()
     return tools

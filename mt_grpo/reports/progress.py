@@ -1,4 +1,4 @@
-"""One line per log instead of a dictionary of all metrics, what the run is doing meanwhile, and `metrics.jsonl`."""
+"""One line per log instead of a dictionary of all metrics, how far the rollouts are meanwhile, and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def evaluation_prefix(logs: dict[str, Any]) -> str:
 
 
 class ProgressLine(TrainerCallback):
-    """Prints a line per log on rank 0, and what the run is doing when nothing was printed for a while."""
+    """Prints a line per log on rank 0, and how far the rollouts are when nothing was printed for a while."""
 
     QUIET_SECONDS = 10.0 if sys.stdout.isatty() else 60.0
 
     def __init__(self, trainer: Any):
         self.trainer, self.printed, self.began, self.first_step = trainer, 0.0, 0.0, 0
-        self._over, self._thread = threading.Event(), None
+        self._over = threading.Event()
 
     def on_init_end(self, args, state, control, **kwargs):
         self.trainer.remove_callback(PrinterCallback)
@@ -62,8 +62,7 @@ class ProgressLine(TrainerCallback):
         self.first_step = state.global_step
         if state.is_world_process_zero:
             self._over = threading.Event()
-            self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._watch, args=[self._over], name="progress", daemon=True).start()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and state.is_world_process_zero:
@@ -79,38 +78,20 @@ class ProgressLine(TrainerCallback):
             self.say(f"\noutput    {folder}\ncurves    python scripts/view_rollouts.py {shlex.quote(folder)}")
 
     def end_of_run(self) -> None:
-        """Print no further lines about what the run is doing. Called if a run ends with an error, too."""
+        """Print no further lines about rollouts. Called if a run ends with an error, too."""
         self._over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
 
     def say(self, text: str) -> None:
         """Print a text."""
         self.printed = time.monotonic()
         print(text, flush=True)
 
-    def _watch(self) -> None:
-        while not self._over.wait(self.QUIET_SECONDS / 10):
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(self.QUIET_SECONDS / 10):
             if time.monotonic() - self.printed >= self.QUIET_SECONDS:
-                step = self.trainer.state.global_step
-                where = f"step {step + 1}" if self.trainer.model.training else f"evaluation at step {step}"
-                self.say(f"{where}: {what_it_does(self.trainer)}")
-
-
-def what_it_does(trainer: Any) -> str:
-    """Describe what the run is doing, as far as rank 0 can tell."""
-    if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
-        return "syncing the weights"
-    batches = trainer.in_flight.current
-    if all(batch.over() for batch in batches):
-        return "training"
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
-    going = [rollout for rollout in rollouts if rollout.stop_reason is None]
-    calling = sum(bool(r.turns and r.turns[-1].calls and not r.turns[-1].results) for r in going)
-    turns = [turn for rollout in rollouts for turn in rollout.turns]
-    done = f"{len(turns)} turns and {sum(len(turn.token_ids) for turn in turns)} tokens done"
-    finished = f"{len(rollouts) - len(going)} of {len(rollouts)} rollouts finished"
-    return f"sampling, {done}, {finished}, {calling} waiting for tools"
+                rollouts = [rollout for batch in self.trainer.in_flight.current for rollout in batch.rollouts]
+                ended = sum(rollout.stop_reason is not None for rollout in rollouts)
+                self.say(f"after step {self.trainer.state.global_step}: {ended} of {len(rollouts)} rollouts finished")
 
 
 def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, left: float | None) -> str:

@@ -6,7 +6,6 @@ that was closed. docs/rollouts.md has the columns of a row.
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 import math
@@ -32,8 +31,7 @@ SCHEMA = 1  # raised when a column changes its meaning
 TOKEN_COLUMNS = {"loss_mask": "tool_mask", "advantages": "advantages", "trainer_logprobs": "old_per_token_logps"}
 SEGMENT_BYTES = 64 * 2**20  # at which a segment is closed
 IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder next to the log, and how many images are written into it
-# Rank, number unless it is the open one. Earlier versions compressed those that were closed.
-SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl(?:\.gz)?")
+SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl")  # rank, number unless it is the open one
 
 
 def turn_columns(
@@ -268,11 +266,6 @@ def segments(folder: Path) -> dict[int, dict[int, Path]]:
     return dict(sorted(of_rank.items()))
 
 
-def open_segment(segment: Path) -> Any:
-    """Open a segment, as bytes."""
-    return gzip.open(segment, "rb") if segment.suffix == ".gz" else open(segment, "rb")
-
-
 def close_segment(path: Path) -> None:
     """Give the open segment its number."""
     rank = int(SEGMENT.fullmatch(path.name)[1])
@@ -283,7 +276,7 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are not JSON."""
     lost = 0
     for segment in [path for files in segments(Path(folder)).values() for path in files.values()]:
-        with open_segment(segment) as file:
+        with open(segment, "rb") as file:
             for line in file:
                 try:
                     yield json.loads(line)

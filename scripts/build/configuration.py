@@ -3,11 +3,12 @@
 A table stands after the comment that names its keys. tests/docs/test_docs.py fails if the page is not up to date.
 """
 
+import json
 import re
 from pathlib import Path
 
 import mt_grpo_trainer as mt
-from mt_grpo.recipe.parse import default_of, fact_of, field_of, recipe_text
+from mt_grpo.recipe.parse import default_of, fact_of, field_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"
 TABLE = re.compile(r"(?<=<!-- keys: )([\w ]+) -->\n.*?(?=<!-- end of keys -->)", re.S)
@@ -22,7 +23,9 @@ def row(key: str) -> str:
         text = re.split(r"\. (?=[^a-z])", text)[0].rstrip(".")
     values = fact_of(field, "one_of") or fact_of(field, "within")
     allowed = values if isinstance(values, str) else ", ".join(f"`{value}`" for value in values or ())
-    return f"| `{key}` | {'' if default is None else f'`{recipe_text(default)}`'} | {allowed} | {text} |\n"
+    number = f"{default:g}" if isinstance(default, float) else default
+    shown = number if isinstance(number, str) else json.dumps(number)
+    return f"| `{key}` | {'' if default is None else f'`{shown}`'} | {allowed} | {text} |\n"
 
 
 def with_tables(page: str) -> str:

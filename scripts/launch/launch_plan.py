@@ -15,7 +15,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
@@ -36,7 +35,6 @@ from mt_grpo.images.pictures import reader_of, with_pictures
 from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.checks import (
     backend_of,
-    check_batch_arithmetic,
     check_dataset,
     check_images,
     longest_prompt,
@@ -48,8 +46,6 @@ from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards, load_splits
 from mt_grpo.training.rewards import weights_of
 
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
-BATCH_KEYS = ("per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",
-              "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")  # fmt: skip
 
 
 def visible_gpus() -> list[str]:
@@ -102,18 +98,9 @@ def and_engines(engines: int) -> str:
 
 def check_for_processes(argv: list[str], num_processes: int) -> mt.MTGRPOConfig:
     """The settings with the batch of so many processes. Raises `ValueError` for what the trainer would find there."""
-    sizes = {key: option(argv, key) for key in BATCH_KEYS}
-    if all(str(value).isdigit() for value in sizes.values() if value is not None):  # else parse_arguments says so
-        sizes = {key: value and int(value) for key, value in sizes.items()}
-        world_size = os.environ.get("WORLD_SIZE", "1")
-        os.environ["WORLD_SIZE"] = str(num_processes)
-        try:
-            check_batch_arithmetic(SimpleNamespace(**sizes))
-        finally:
-            os.environ["WORLD_SIZE"] = world_size
-        for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            # One process with the batch of all of them passes the same checks.
-            argv = [*without(argv, key), f"--{key}", str(sizes[key] * num_processes)]
+    for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        # One process with the batch of all of them passes the same checks.
+        argv = [*without(argv, key), f"--{key}", str(num_processes * int(option(argv, key)))]
     return mt.parse_arguments(argv)[1]
 
 

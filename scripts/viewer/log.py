@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.reports.rollout_log import SCHEMA, SEGMENT_BYTES, open_segment, segments
+from mt_grpo.reports.rollout_log import SCHEMA, SEGMENT_BYTES, segments
 from viewer.rows import clean, number_or_none, table_line, text_to_search
 
 MOST_BYTES = 200 * 10**6  # of a log's lines; the newest ones are read
@@ -103,9 +103,9 @@ class LogReader:
         for rank, position in self.positions.items():
             path = of_rank.get(rank, {}).get(position.number)
             try:
-                if path is None or path.suffix == ".jsonl" and path.stat().st_size < position.at:
+                if path is None or path.stat().st_size < position.at:
                     return True
-                with open_segment(path) as file:
+                with open(path, "rb") as file:
                     if not file.readline().startswith(position.first_line):
                         return True
             except FileNotFoundError:  # renamed at this moment
@@ -125,7 +125,7 @@ class LogReader:
                 seen = path, path.stat().st_size
                 if number < position.number or seen == position.seen:
                     continue
-                with open_segment(path) as file:
+                with open(path, "rb") as file:
                     if segments(self.folder).get(rank, {}).get(number) != path:
                         return  # it was closed at this moment: the next refresh reads on
                     self._read_lines(position, file)

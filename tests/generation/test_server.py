@@ -11,7 +11,6 @@ import pytest
 import requests
 import torch
 from bench.common import VLLMServer
-from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from processes import on_two_ranks
@@ -232,12 +231,11 @@ def setting(served_model):
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", tokenizer=tokenizer)
     args = MTGRPOConfig(output_dir="unused", use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server",
                         report_to="none", max_completion_length=120)  # fmt: skip
-    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is 1 * 2?"}]]})
-    return env, model.config, args, dataset
+    return env, model.config, args
 
 
 def test_which_servers_fit(client, setting, random_model):
-    env, config, _, _ = setting
+    env, config, _ = setting
     check_server(client, *setting)
     assert env.max_model_len == 640 and client.vocab_size == config.vocab_size  # ids beyond it are no answer
     env.tokenizer = AutoTokenizer.from_pretrained(random_model)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import vision_model
 from accelerate import Accelerator
-from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -213,7 +212,7 @@ class Recorded(FaultProxy):
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """(environment, model's configuration, settings, rows) as the trainer checks them before it loads a model."""
+    """(environment, model's configuration, settings) as the trainer checks them before it loads a model."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = AutoModelForCausalLM.from_pretrained(TINY)
     args = MTGRPOConfig(
@@ -222,7 +221,7 @@ def setting(tmp_path_factory):
         use_cpu=True,
     )  # fmt: skip
     env = MultiTurnToolEnv(tokenizer=tokenizer, max_completion_length=64)
-    return env, model.config, args, Dataset.from_list([{"prompt": [{"role": "user", "content": "1 + 2"}]}])
+    return env, model.config, args
 
 
 @pytest.fixture
@@ -232,12 +231,12 @@ def recorded():
 
 
 def check(server, setting, engine="sglang", **changes):
-    env, config, args, rows = setting
+    env, config, args = setting
     args = copy.copy(args)
     for key, value in changes.items():
         setattr(args, key, value)
     client = VLLMServerClient(base_url=server.url, tokenizer=env.tokenizer, timeout=1.0, engine=engine)
-    check_server(ServerPool([client]), env, config, args, rows)
+    check_server(ServerPool([client]), env, config, args)
 
 
 def test_a_server_as_recorded_fits(recorded, setting):

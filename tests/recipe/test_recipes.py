@@ -186,11 +186,6 @@ def test_a_recipe_includes_another_one(tmp_path):
     (tmp_path / "recipe.yaml").write_text("include: sub/middle.yaml\nseed: 2\nenv: {A: 1e-3}\n")
     assert read(tmp_path / "sub/middle.yaml") == {"seed": 1, "max_steps": 6, "env": {"A": "1", "B": "010"}}
     assert read(tmp_path / "recipe.yaml") == {"seed": 2, "max_steps": 6, "env": {"A": "1e-3"}}
-    for text in ("include: no.yaml\n", "include: recipe.yaml\n", "include: sub/again.yaml\n"):
-        (tmp_path / "recipe.yaml").write_text(text)
-        (tmp_path / "sub/again.yaml").write_text("include: ../recipe.yaml\n")
-        with pytest.raises(ValueError, match="which is no file|which includes itself"):
-            read(tmp_path / "recipe.yaml")
     (tmp_path / "base.yaml").write_text("sed: 1\n")
     with pytest.raises(ValueError, match="Unknown keys in .*base.yaml: 'sed'"):
         read(tmp_path / "sub/middle.yaml")
@@ -468,7 +463,11 @@ class RecordedVLLM:
         self.settings, self._dist = settings, SimpleNamespace(fsdp_version=0)
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if read(path).get("use_vllm")], ids=lambda path: path.stem)
+# Of recipes with the same keys of vLLM one.
+WITH_VLLM = list({tuple(sorted(read(p).keys() & VLLM_KEYS)): p for p in RECIPES if read(p).get("use_vllm")}.values())
+
+
+@pytest.mark.parametrize("path", WITH_VLLM, ids=lambda path: path.stem)
 def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     """The keys that a step without a server leaves out, up to the objects that use them."""
     monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
@@ -753,8 +752,8 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
 @pytest.mark.parametrize(
     "code, message",
     [
-        ("TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("TOOL_FUNCTIONS = []", "is empty"),
+        ("TOOLS = []", "has nothing in TOOL_FUNCTIONS or ENVIRONMENT"),
+        ("TOOL_FUNCTIONS = []", "has nothing in"),
         (TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         (TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
     ],
@@ -936,26 +935,11 @@ def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, made):
         made(**changes)
 
 
-def test_defaults_that_fit_conversations(made):
-    expected = {
-        "vllm_importance_sampling_mode": "token_truncate", "max_completion_length": 4096, "max_env_steps": 8,
-        "max_tool_response_tokens": None, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10,
-        "old_logps": None, "max_staleness": 0,
-    }  # fmt: skip
-    args = made()
-    assert {key: getattr(args, key) for key in expected} == expected
-    assert mt.recipe_classes()[2]().lora_dropout == 0.0
-
-
-def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
-    for words, most in ((["--help"], 60), (["--config", "none.yaml", "--help", "all"], 1000)):
-        with pytest.raises(SystemExit) as ended:
-            mt.parse_arguments(words)
-        text = capsys.readouterr().out
-        shown = set(re.findall(r"^  --(\w+) ", text, re.M))
-        assert not ended.value.code and text.count("\n") <= most and not re.search(r"\d\.\d{6}", text)
-        assert {"credit_assignment", "learning_rate"} <= shown <= set(known_keys(mt.recipe_classes()))
-    assert shown == set(known_keys(mt.recipe_classes()))
+def test_help_shows_every_key(capsys):
+    with pytest.raises(SystemExit) as ended:
+        mt.parse_arguments(["--help"])
+    shown = set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.M))
+    assert not ended.value.code and shown >= set(known_keys(mt.recipe_classes()))
 
 
 @pytest.mark.parametrize("role", ["human", None])

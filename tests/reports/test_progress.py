@@ -1,4 +1,4 @@
-"""What a run prints: a line per log, what it is doing meanwhile, or everything."""
+"""What a run prints: a line per log, and how many rollouts are finished meanwhile."""
 
 import re
 import threading
@@ -9,7 +9,15 @@ import pytest
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.reports.progress import ProgressLine, log_line, what_it_does
+from mt_grpo.reports.progress import ProgressLine, log_line
+
+
+def all_ended() -> bool:
+    """Whether no thread of a run counts rollouts any more."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "progress"]
+    for thread in threads:
+        thread.join(timeout=5.0)
+    return not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("disable_tqdm", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -27,37 +35,22 @@ def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
     assert re.fullmatch(step.format(2) + r"\d+\.\d s", lines[1]), lines
     assert re.match(rf"evaluation 2/2  reward {number}  exact_match {number}  turns", lines[2]), lines
     assert re.fullmatch(r"trained 2 steps in \d+ (s|min)", lines[3])
-    assert not [thread for thread in threading.enumerate() if thread.name == "progress" and thread.is_alive()]
+    assert all_ended()
 
 
-def test_what_it_is_doing_is_said_where_nothing_else_is(capsys, monkeypatch):
-    """In a log once in a while, which here is a moment, by a thread that ends with the run."""
+def test_finished_rollouts_are_counted_when_nothing_else_is_printed(capsys, monkeypatch):
+    """Once in a while, which here is a moment, by a thread that ends with the run."""
     monkeypatch.setattr(ProgressLine, "QUIET_SECONDS", 0.01)
     state = SimpleNamespace(is_world_process_zero=True, global_step=3)
-    trainer = SimpleNamespace(
-        state=state, model=SimpleNamespace(training=True), weight_sync=SimpleNamespace(pushed=None)
-    )
-    line, said = ProgressLine(trainer), ""
+    rollouts = [SimpleNamespace(stop_reason=None), SimpleNamespace(stop_reason="answered")]
+    in_flight = SimpleNamespace(current=[SimpleNamespace(rollouts=rollouts)])
+    line, said = ProgressLine(SimpleNamespace(state=state, in_flight=in_flight)), ""
     line.on_train_begin(None, state, None)
-    while said.count("step 4: syncing the weights\n") < 2:
+    while said.count("after step 3: 1 of 2 rollouts finished\n") < 2:
         said += capsys.readouterr().out
         time.sleep(0.01)
     line.end_of_run()
-    assert not line._thread.is_alive()
-
-
-def test_what_it_does_is_said_in_words():
-    going = SimpleNamespace(stop_reason=None, turns=[SimpleNamespace(calls=[1], results=[], token_ids=[1, 2, 3])])
-    batch = SimpleNamespace(over=lambda: False, rollouts=[going, SimpleNamespace(stop_reason="answered", turns=[])])
-    sync = SimpleNamespace(pushed=None)
-    trainer = SimpleNamespace(weight_sync=None, in_flight=SimpleNamespace(current=[batch]))
-    assert (
-        what_it_does(trainer) == "sampling, 1 turns and 3 tokens done, 1 of 2 rollouts finished, 1 waiting for tools"
-    )
-    trainer.weight_sync = sync
-    assert what_it_does(trainer) == "syncing the weights"
-    sync.pushed, batch.over = "v1", lambda: True
-    assert what_it_does(trainer) == "training"
+    assert all_ended()
 
 
 @pytest.mark.parametrize("value", [None, float("nan")])

@@ -1,6 +1,5 @@
 """The log of rollouts: its columns, its segments, and what reads it."""
 
-import gzip
 import json
 import math
 import re
@@ -16,7 +15,6 @@ from test_first_batch import recipe_file
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
 from mt_grpo.reports.rollout_log import (
-    close_segment,
     read_rollouts,
     rollout_rows,
     turn_columns,
@@ -209,16 +207,6 @@ def test_a_segment_is_closed(tmp_path, monkeypatch):
     assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 1, 2]
     fill(path, range(3, 12))
     assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
-
-
-def test_segments_that_an_earlier_version_compressed_are_read_and_deleted(tmp_path):
-    path = tmp_path / "rollouts.rank0.jsonl"
-    fill(path, [3])
-    for number in (1, 2):
-        (tmp_path / f"rollouts.rank0.0000{number}.jsonl.gz").write_bytes(gzip.compress(b'{"step": %d}\n' % number))
-    assert [row["step"] for row in read_rollouts(tmp_path)] == [1, 2, 3]
-    close_segment(path)
-    assert (tmp_path / "rollouts.rank0.00003.jsonl").is_file()
 
 
 def test_what_a_kill_or_a_model_leaves_takes_no_other_line_with_it(tmp_path, caplog):

@@ -175,7 +175,7 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
 
 def load_function(reference: str) -> FunctionAgent:
     """The function that `path.py:function` names. Raises `ValueError` unless it takes a row and a client."""
-    function, name, path = load_named(reference, "agent", "function")
+    function, name, path = load_named(reference, "agent")
     try:
         if not inspect.isfunction(function):
             raise TypeError(f"{name!r} of {path!r} is {function!r}")
