@@ -1151,7 +1151,7 @@ class MTGRPOScriptArguments(ScriptArguments):
     system_prompt: str | None = key(None, "System message; {tool_descriptions} is filled in. None: built in")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
     prompt_examples: str | None = key(None, "File of example conversations, before each row's messages", path=True)
-    preflight: bool = key(False, "Sample a batch, print what that means, and end without training")
+    preflight: bool = key(False, "Print what the run will do, sample a batch, and end without training")
 
 
 @dataclass

@@ -22,10 +22,10 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from transformers import TrainerCallback
 
-from mt_grpo.base.errors import RunError, ServerError
+from mt_grpo.base.errors import RunError, ServerError, error_line
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.images.pictures import readable
-from mt_grpo.recipe.checks import prompt_ids_of, text_of_cuts
+from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer
@@ -301,8 +301,14 @@ class Watch(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.facts is not None or self.trainer.batch is None:  # None: a subclass brings batches of its own
             return
-        of_batch = facts_of_batches(self.trainer, [self.trainer.batch])  # collective
-        self.facts = facts_of_settings(self.trainer) | of_batch
+        self.facts = facts_of_batches(self.trainer, [self.trainer.batch])  # collective
+        try:
+            self.facts = facts_of_settings(self.trainer) | self.facts
+        except Exception as error:  # of a plug-in: no report may end a run
+            if self.is_preflight:
+                raise
+            logger.warning(f"The report on the first batch failed: {error_line(error)}")
+            return
         if self.is_preflight:
             raise PreflightOver
         if state.is_world_process_zero:
@@ -347,6 +353,29 @@ def summary(facts: dict[str, Any]) -> str:
     )
 
 
+def plan(trainer: ResumableTrainer) -> list[str]:
+    """The lines about the room that a run needs."""
+    args, model, per_device = trainer.args, trainer.model, trainer.args.per_device_train_batch_size
+    prompt, completion = longest_prompt(trainer.env, trainer.train_dataset), args.max_completion_length
+    tokens = args.max_tokens_per_pass or per_device * (prompt + completion)
+    logits = 4 * min(tokens, per_device * completion) * model.config.get_text_config().vocab_size
+    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
+    weights, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    weights *= 1 + bool(args.beta and getattr(trainer, "ref_model", None) is not None)
+    return [
+        f"context  {prompt} (longest prompt) + {completion} (max_completion_length) = {prompt + completion} tokens of "
+        f"{trainer.env.max_model_len or 'any number'}",
+        f"memory   {gib(weights + 3 * trained)} per rank before it is sharded (weights {gib(weights)}, gradients "
+        f"{gib(trained)}, Adam {gib(2 * trained)}), and activations of a pass of at most {tokens:,} tokens "
+        f"(max_tokens_per_pass): its logits take up to {gib(logits)}",
+    ]
+
+
+def gib(num_bytes: float) -> str:
+    """Format a number of bytes for people."""
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
 @contextmanager
 def preflight_settings(args: Any) -> Iterator[None]:
     """A run that writes nothing, tracks nothing and does not wait for long for a server. Raises `ValueError`."""
@@ -362,11 +391,11 @@ def preflight_settings(args: Any) -> Iterator[None]:
 
 
 def run_preflight(trainer: ResumableTrainer) -> int:
-    """Roll out the first batch of a run, and print what that means. Returns 1 if training is pointless."""
+    """Print what a run will do, roll out its first batch, and say what that means. Returns 1 if it is pointless."""
     say = partial(print, sep="\n", flush=True) if trainer.accelerator.is_main_process else lambda *lines: None
     watch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Watch))
     watch.is_preflight = True
-    say("Sampling the first batch ...")
+    say(*plan(trainer), "", "Sampling the first batch ...")
     try:
         with suppress(PreflightOver):
             trainer.train()
@@ -385,8 +414,7 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         facts = {**facts, **facts_of_batches(trainer, batches)}
     found = troubles(facts)
     pointless = any(trouble.pointless for trouble in found)
-    gib = torch.cuda.max_memory_allocated() / 2**30  # of sampling and of the loss, without Adam's states; 0 on a CPU
-    memory = f"; {gib:.3g} GiB of GPU memory" if gib else ""
+    memory = f"; {gib(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
     prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
     say("", "The first prompt, as the model reads it:", prompt, "", f"{summary(facts)}{memory}", "")

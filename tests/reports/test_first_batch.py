@@ -66,9 +66,11 @@ def preflight(path, capsys):
 
 @pytest.mark.contract("preflight")
 def test_a_recipe_that_is_well(tmp_path, capsys):
-    """It prints the first prompt and a summary, and writes nothing."""
+    """It says what will happen, and writes nothing."""
     code, text, found = preflight(recipe_file(tmp_path), capsys)
     assert (code, found) == (0, [])
+    assert "34 (longest prompt) + 160 (max_completion_length) = 194 tokens of 1024" in text
+    assert "memory   0.0135 GiB per rank before it is sharded (weights 0.00337 GiB, gradients 0.00337 GiB" in text
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
     assert re.search(r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal$", text, re.M)
     assert not (tmp_path / "out").exists()

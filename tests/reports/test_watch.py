@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_grpo.reports.preflight import WINDOW, Watch, summary
+from mt_grpo.reports import preflight
+from mt_grpo.reports.preflight import WINDOW, Watch
 from mt_grpo.training.rewards import RewardFunctions
 
 
@@ -102,15 +103,18 @@ def test_the_end_of_a_run_tells_whether_it_still_learned(caplog):
     assert watched(wave, caplog, at_end=True) == []
 
 
-def test_a_subclass_with_batches_of_its_own_has_no_report_on_the_first_one():
-    watch = Watch(SimpleNamespace(batch=None), print)
+def test_a_report_that_fails_ends_no_run(caplog, monkeypatch):
+    """As by a plug-in's error. A subclass that brings batches of its own has no report on the first one."""
+    trainer = SimpleNamespace(batch=None, env=SimpleNamespace(environments=None, tools=None))
+    trainer.args, trainer.train_dataset = None, [{}]
+    watch, facts = Watch(trainer, print), {"rewards/calls/mean": 0.5, "rewards/calls/std": 0.1, "rewards/no/mean": nan}
     watch.on_pre_optimizer_step(None, None, None)
     assert watch.facts is None
-
-
-def test_a_summary_has_only_the_rewards_that_were_given():
-    facts = {"rewards/calls/mean": 0.5, "rewards/calls/std": 0.1, "rewards/no/mean": nan}
-    assert "(calls 0.50 ± 0.10)" in summary(facts)
+    monkeypatch.setattr(preflight, "facts_of_batches", lambda *given: facts)
+    trainer.batch = object()
+    watch.on_pre_optimizer_step(None, None, None)
+    assert "The report on the first batch failed: TypeError" in caplog.text and watch.facts == facts
+    assert "(calls 0.50 ± 0.10)" in preflight.summary(facts)  # only the rewards that were given
 
 
 def test_a_large_rate_of_any_optimizer_ends_no_run(caplog):
