@@ -14,7 +14,6 @@ from mt_grpo.base.event_loop import start_in_background
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
 
-ROOT = Path(__file__).resolve().parents[1]
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "answer": n} for n in ("17", "42", "99")]
 
 # What each rollout does, turn by turn. C: a call that gets its result. c: a call after the last result that it may

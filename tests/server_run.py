@@ -6,19 +6,18 @@ import threading
 import time
 from collections import Counter, defaultdict
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import requests
 import torch
 from datasets import Dataset
+from project import ROOT
 from transformers import AutoModelForCausalLM
 
 from mt_grpo.generation.samples import versions_of
 from mt_grpo.rollout import StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 CONTEXT = 640
 FLAGS = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")

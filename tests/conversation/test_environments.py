@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from datasets import Dataset
+from project import json_lines
 from scripted import (
     CHATML_TOKENIZER,
     END,
@@ -995,7 +996,7 @@ def test_an_environment_that_alters_its_rollout_fails_and_ends_no_run(random_mod
     rewards = torch.tensor([0.0, 2.0, 3.0])
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     assert torch.allclose(batch["advantages"][[0, 2, 3], 0], expected)
-    assert "rollout" in json.loads((tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()[1])["error"]
+    assert "rollout" in json_lines(tmp_path / "rollouts.rank0.jsonl")[1]["error"]
 
 
 class Asks:

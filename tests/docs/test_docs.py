@@ -22,6 +22,7 @@ import yaml
 from bench.common import with_section
 from build import configuration
 from fault_proxy import Fault, FaultProxy
+from project import ROOT, json_lines, steps_of
 from scripted import CHATML_TOKENIZER, Scripted, call, echo
 from test_agents import run as run_agent
 from test_size import sizes
@@ -40,7 +41,6 @@ from mt_grpo.recipe.parse import known_keys
 from mt_grpo.recipe.plugins import load_environment, load_rewards, load_tools
 from mt_grpo.rollout import Reply
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 RECIPES, METRICS, FORKING, CONVERSATION, ENVIRONMENTS, AGENTS = (
     PAGES[f"docs/{name}.md"] for name in ("recipes", "metrics", "forking", "conversation", "environments", "agents")
@@ -166,7 +166,7 @@ def test_the_example_of_readme_trains(clone):
     code = block(PAGES["README.md"], "python", "MTGRPOConfig")
     assert len(code.splitlines()) <= 26
     run(code.replace("max_steps=20, per_device_train_batch_size=64", "max_steps=3, per_device_train_batch_size=16"))
-    rows = [json.loads(line) for line in Path("runs/rollouts.rank0.jsonl").read_text().splitlines()]
+    rows = json_lines("runs/rollouts.rank0.jsonl")
     assert rows[-1]["step"] == 2 and {*rows[0]["rewards"]} == {"call_works", "right_answer"}
 
 
@@ -297,7 +297,7 @@ def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(tmp_path)
     mt.main(["--config", "recipe.yaml"])
-    (row, *_) = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    (row,) = steps_of(tmp_path / "out")
     assert row["turns/mean"] == 2.0 and row["stop/max_turns"] == 1.0 and row["records/mean"] == 1.0
     assert row["reward"] == row["rewards/right/mean"] and row["stop/environment_error"] == 0.0
 

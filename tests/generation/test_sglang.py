@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig, get_peft_model
+from project import ROOT
 from safetensors.torch import load_file
 from sglang_server import SGLangServer
 from test_images_by_server import logprobs_of, model_of, prompt_of
@@ -38,7 +39,6 @@ from mt_grpo_trainer import (
     parse_arguments,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 ANSWERS = json.loads(Path(__file__).with_name("sglang_answers.json").read_text(encoding="utf-8"))  # of SGLang 0.5.23
 PYTHON = os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")

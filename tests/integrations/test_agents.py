@@ -8,7 +8,6 @@ import sys
 import time
 import types
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import numpy
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import warm_python
 from processes import alive, ends
+from project import ROOT
 from scripted import ScriptedTexts
 from transformers import AutoTokenizer
 
@@ -30,7 +30,6 @@ from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.rollout import StopReason
 from mt_grpo.training.batch import is_cut_off, trained_records
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
 ADD = {
     "type": "function",

@@ -1,14 +1,10 @@
 """The tiny model learns through the agents in tools/agents."""
 
-import json
-from pathlib import Path
 from statistics import mean
 
 import pytest
+from project import ROOT, trained
 
-import mt_grpo_trainer as mt
-
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "hf_recipes/tiny/agent.yaml"
 STEPS = 25
 AGENTS = {
@@ -21,12 +17,7 @@ AGENTS = {
 
 def exact_match(agent, folder, seed):
     """The share of right answers, per step."""
-    mt.main([
-        "--config", RECIPE, "--agent", agent, "--seed", str(seed), "--max_steps", str(STEPS),
-        "--output_dir", str(folder), "--disable_tqdm", "true",
-    ])  # fmt: skip
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    steps = [row for row in history if "reward" in row]
+    steps = trained(RECIPE, folder, "--agent", agent, "--seed", seed, "--max_steps", STEPS)
     assert len(steps) == STEPS and all(row["stop/agent_error"] == row["stop/agent_timeout"] == 0.0 for row in steps)
     assert all(row["records/mean"] == 1.0 for row in steps)  # every history was repeated as it was sampled
     return [row[f"rewards/{agent.rpartition(':')[2]}/mean"] for row in steps]

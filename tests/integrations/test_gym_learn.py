@@ -1,13 +1,8 @@
 """The tiny model learns the games of gymnasium."""
 
-from pathlib import Path
-
 import evaluate
 import pytest
-
-import mt_grpo_trainer as mt
-
-ROOT = Path(__file__).resolve().parents[2]
+from project import ROOT, trained
 
 
 @pytest.mark.slow
@@ -20,7 +15,7 @@ def test_the_model_learns(tmp_path, monkeypatch, recipe, name, episodes, before,
     """`before` is the most and `after` the least mean return."""
     monkeypatch.chdir(ROOT)
     path = f"hf_recipes/tiny/{recipe}.yaml"
-    mt.main(["--config", path, "--output_dir", str(tmp_path), "--disable_tqdm", "true"])
+    trained(path, tmp_path)
     models = "hf_recipes/tiny/gym-model", str(tmp_path)
     results = [evaluate.evaluate(model, path, episodes, progress=False) for model in models]
     returns = [result["rewards"]["outcome"][name] for result in results]

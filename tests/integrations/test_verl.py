@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 import requests
@@ -15,6 +14,7 @@ import vision_model
 from bench.common import free_port
 from conftest import data_file
 from datasets import Dataset
+from project import ROOT
 from scripted import CHATML_TOKENIZER, Scripted, call, ids
 from test_environments import ANSWER, verify_records
 
@@ -31,7 +31,6 @@ from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import load_conversation, load_integration_tools
 from mt_grpo.rollout import StopReason
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = "calc_gsm8k_reward"
 BUILT_IN = "mt_grpo.integrations.verl.builtin"
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections import deque
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ import trl
 import warm_python
 from datasets import Dataset
 from peft import LoraConfig
+from project import ROOT
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -40,7 +40,6 @@ from mt_grpo.run.in_flight import GroupInFlight
 from mt_grpo.training.rewards import state_numbers
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, turn_advantages
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
 
 

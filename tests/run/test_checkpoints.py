@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from datasets import Dataset
 from killed_worker import killed_and_resumed
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from processes import on_two_ranks
+from project import ROOT, steps_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +33,6 @@ from mt_grpo.run.checkpoints import (
 from mt_grpo.run.trainer import NotFinite, train_or_save
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
 
 
@@ -235,8 +234,7 @@ def unkilled(tmp_path_factory):
     """The log of a run that nobody kills."""
     folder = tmp_path_factory.mktemp("unkilled")
     main([*SMALL, "--output_dir", str(folder)])
-    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [row for row in log if "reward" in row]
+    return steps_of(folder)
 
 
 @pytest.mark.contract("kill")

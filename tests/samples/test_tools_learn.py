@@ -1,18 +1,14 @@
 """The tiny models learn tools that come by YAML, from an MCP server and as programs, and not by shuffled rewards."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from statistics import mean
 
 import pytest
 import requests
 import yaml
+from project import ROOT, trained
 
-import mt_grpo_trainer as mt
-
-ROOT = Path(__file__).resolve().parents[2]
 # Each value goes to another rollout of the batch, so their mean, which is logged, is that of the real rewards.
 SHUFFLED = """
 import functools, importlib.util, random
@@ -58,9 +54,7 @@ def search_server():
 
 def exact_match(recipe, folder, *arguments):
     """Per step."""
-    mt.main(["--config", recipe, "--output_dir", str(folder), "--disable_tqdm", "true", *arguments])
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [row["rewards/exact_match_reward_func/mean"] for row in history if "reward" in row]
+    return [row["rewards/exact_match_reward_func/mean"] for row in trained(recipe, folder, *arguments)]
 
 
 @pytest.mark.slow

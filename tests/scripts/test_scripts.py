@@ -23,6 +23,7 @@ import warm_python
 import yaml
 from bench.common import free_port
 from launch import launch_plan, train
+from project import ROOT
 from transformers import AutoTokenizer, GenerationConfig
 from vision_run import write_recipe
 
@@ -30,8 +31,6 @@ import mt_grpo_trainer as mt
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.recipe.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

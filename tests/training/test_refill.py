@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from project import json_lines
 from refill_run import make
 
 from mt_grpo.base.errors import RunError, RunStopped
@@ -51,7 +52,7 @@ def test_what_is_dropped_is_logged_counted_and_closed(random_model, tmp_path):
     trainer.env.close = noted
     trainer.train()
     assert [each for each in closed if each] == [[1, 1], [2, 2], [3, 3], [0, 0, 4, 4]]
-    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "rollouts.rank0.jsonl")
     number = [int(re.search(r"\d+", row["messages"][0]["content"])[0]) for row in rows]
     assert [row["mode"] for row in rows] == ["dropped"] * 6 + ["train"] * 4
     assert number == [1, 1, 2, 2, 3, 3, 0, 0, 4, 4]

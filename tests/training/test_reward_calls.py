@@ -39,7 +39,6 @@ from mt_grpo.training.rewards import (
     state_numbers,
 )
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 COLUMNS = {"prompts": [[], []], "environments": [object(), object()]}
 FOREVER = threading.Event()  # nobody sets it
