@@ -1,6 +1,7 @@
 """A run against a real server, whose weights and rollouts are kept: used by tests of faults and of staleness."""
 
 import asyncio
+import functools
 import re
 import threading
 import time
@@ -45,17 +46,12 @@ def calculator(expression: str) -> str:
 def slow_calculator(seconds):
     """The calculator with a delay: `seconds(expression)`."""
 
-    def calculator(expression: str) -> str:
-        """Evaluate a product of two integers.
-
-        Args:
-            expression: Such as `6 * 7`.
-        """
+    @functools.wraps(calculator)
+    def slow(expression):
         time.sleep(seconds(expression))
-        left, _, right = expression.partition("*")
-        return str(int(left) * int(right))
+        return calculator(expression)
 
-    return calculator
+    return slow
 
 
 def answered(completions, answer, **kwargs):
@@ -205,10 +201,3 @@ def assert_whole(rollouts, limit=CONTEXT):
 
 def paused(server) -> bool:
     return requests.get(f"{server.url}/is_paused", timeout=10).json()["is_paused"]
-
-
-def prompts_of(trainer):
-    """Each batch's prompts, one per group."""
-    groups = [[batch[i : i + 8] for i in range(0, len(batch), 8)] for batch in trainer.batches]
-    assert all(len({r.prompt_messages[-1]["content"] for r in group}) == 1 for batch in groups for group in batch)
-    return [[group[0].prompt_messages[-1]["content"] for group in batch] for batch in groups]

@@ -22,6 +22,7 @@ from scripted import (
     result,
 )
 from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
+from test_trainer import settings as of_trainer
 from tokenizers import pre_tokenizers
 
 from mt_grpo.base.rows import Rows
@@ -891,11 +892,8 @@ def test_a_tool_may_have_parameters_whose_names_python_does_not_take():
 
 
 def settings(folder, **changes):
-    return MTGRPOConfig(**{
-        "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-        "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64,
-        "max_steps": 2, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **changes,
-    })  # fmt: skip
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64}
+    return MTGRPOConfig(**of_trainer(folder, **{**sizes, **changes}))
 
 
 def one_step(model, folder, environment, rows, rewards=(), **changes):

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import vision_model
 import yaml
 from bench.common import with_section
@@ -359,23 +358,6 @@ def test_the_notebook_example_runs(random_model, capsys):
 
 
 # --- the fork --------------------------------------------------------------------------------------------------------
-
-
-def test_the_fork_runs():
-    """The diff's added function, in the script's names, on two rollouts (tests/method/test_fork.py trains by it)."""
-    lines = block(FORKING, "diff", "credit_estimator").splitlines()
-    known = list(mt.CREDIT_ASSIGNMENTS)
-    try:
-        space = run("\n".join(line[1:] for line in lines if line.startswith("+")), dict(vars(mt)))
-        advantages = space["best_turn_advantages"](mt.doctest_batch(), 0.5, 1.0)
-        # 1 + 0.5 * 0.6 = 1.3 against 0 + 0.5 * 0.4 = 0.2, without scaling.
-        assert torch.allclose(advantages, torch.tensor([[0.55] * 3, [-0.55] * 3]))
-        mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_advantage_coef=0.5)
-        with pytest.raises(ValueError, match="turn_discount"):  # which its registration does not say it reads
-            mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_discount=0.5)
-    finally:
-        mt.CREDIT_ASSIGNMENTS.pop("best_turn", None)
-    assert list(mt.CREDIT_ASSIGNMENTS) == known
 
 
 def test_the_batch_to_try_an_estimator_on(capsys):

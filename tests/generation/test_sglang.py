@@ -437,11 +437,6 @@ def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"))
-
-
-@pytest.fixture(scope="module")
 def server_of_images(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "sglang.log"
     with SGLangServer(folder, python=PYTHON, context=1024, images=True, log=log) as server:

@@ -1007,15 +1007,6 @@ def test_commands_of_one_run_do_not_see_each_other(tmp_path):
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0], rollouts[0].error
 
 
-def test_that_commands_are_not_isolated_is_told(monkeypatch, caplog):
-    programs.apart.cache_clear()
-    monkeypatch.setattr(programs, "OWN_PROCESSES", ["--no-such-option"])
-    try:
-        assert not programs.apart() and "are not isolated from each other" in caplog.text
-    finally:
-        programs.apart.cache_clear()
-
-
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"
 
 

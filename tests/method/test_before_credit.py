@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from project import ROOT
 from refill_run import make
+from server_run import calculator
 from test_trainer import settings as of_trainer
 
 from mt_grpo.recipe.plugins import import_file
@@ -15,15 +16,6 @@ from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer
 
 PAGE = (ROOT / "docs/forking.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.partition("## Between rewards and credit")[2], re.M | re.S)[:3]
-
-
-def calculator(expression: str) -> str:
-    """Evaluate a product.
-
-    Args:
-        expression: Such as `6 * 7`.
-    """
-    return "42"
 
 
 def fork(tmp_path, block):

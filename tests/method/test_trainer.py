@@ -395,12 +395,8 @@ CREDITS = [  # how turns are credited: estimator, scaling, coefficient, discount
 @pytest.mark.parametrize("name, scale, coef, discount, more", CREDITS)
 def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path, name, scale, coef, discount, more):
     """The advantages of a step are those of the pure function with the recipe's settings, each of which matters."""
-    args = settings(tmp_path, credit_assignment=name, turn_discount=discount, turn_advantage_coef=coef,
-                    scale_rewards=scale, **more)  # fmt: skip
-    trainer = TwoTurns(
-        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
-        args=MTGRPOConfig(**args), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-    )  # fmt: skip
+    credit = dict(turn_discount=discount, turn_advantage_coef=coef, scale_rewards=scale, **more)
+    trainer = make_trainer(random_model, tmp_path, cls=TwoTurns, credit_assignment=name, **credit)
     trainer.model.train()
     output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
     table, rollouts = trainer.batch.rewards, trainer.batch.rollouts
@@ -428,12 +424,6 @@ def test_gigpo_uses_the_keys_of_the_environment_and_turn_rewards_alone_train(ran
     assert len(table.state[table.sampled].unique()) == 1 and (table.state[table.sampled] >= 0).all()
     assert (table.state[~table.sampled] == -1).all() and not table.outcome.any()
     assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
-
-
-def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, monkeypatch):
-    trainer = make_trainer(random_model, tmp_path)
-    assert trainer.save_where_it_stopped() == "No step was completed, so there is nothing to save."
-    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def weights_of(trainer):

@@ -34,7 +34,6 @@ from server_run import (
     make_trainer,
     needs_vllm,
     paused,
-    prompts_of,
     replace_server,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -504,32 +503,6 @@ def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
     restarted = trainer.rows("rollout/restarted")
     assert restarted[3] > 0 and restarted[:3] == [0, 0, 0]
     assert_from_the_weights_of_its_version(trainer)
-
-
-@pytest.mark.contract_server("late_groups")
-@needs_vllm
-def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
-    """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""
-
-    def is_held(trainer, rollout, number):  # for four steps, up to the last push
-        version = min(trainer.set_off[2 * number][0] + 5, 9)
-        return first_number(rollout) in (11, 18, 25) and trainer.held_version < version
-
-    trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=11, max_staleness=2,
-                           late_groups="admit", prompts=22)  # fmt: skip
-    trainer.train()  # an epoch: two prompts to a batch
-    trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 22 and not trainer.in_flight.groups
-    stale = [step + 1 - min(r.policy_version for r in batch) for step, batch in enumerate(trainer.batches)]
-    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 11
-    assert max(stale) > 2 and trainer.rows("rollout/staleness_max") == stale
-    for batch in trainer.batches:
-        assert [r.index for r in batch] == list(range(16))
-        for rollout in batch:  # the row is of the prompt that was sampled from
-            left, right = re.findall(r"\d+", rollout.prompt_messages[-1]["content"])
-            assert rollout.row["answer"] == str(int(left) * int(right))
-    kinds = assert_from_the_weights_of_its_version(trainer)
-    assert kinds["first"] > 0 and kinds["later"] > 0
 
 
 @needs_vllm

@@ -185,13 +185,6 @@ def test_a_signal_to_the_job_saves_the_run(tmp_path, stand_in_python, number, bu
     assert not list(job.steps_that_run.iterdir())
 
 
-def test_a_job_of_the_wrong_size_is_refused(tmp_path, stand_in_python):
-    nodes = {"RECIPE": "x.yaml", "NODES_TRAIN": "2", "NODES_SERVE": "2"}
-    with Job(tmp_path, 3, python=stand_in_python, **nodes) as job:
-        assert job.process.wait(150) != 0
-    assert "NODES_SERVE=2, and the job has 3 nodes" in job.said() and not (tmp_path / "out").exists()
-
-
 def test_the_job_has_its_nodes_for_itself():
     lines = JOB.read_text().splitlines()
     header = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]

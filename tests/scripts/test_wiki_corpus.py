@@ -126,30 +126,6 @@ def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
         assert not list(tmp_path.glob(f"stopped-{stop}.*"))
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--title", "entity_pages.name"], ["--config", "rc.web"], ["--dataset", "/nowhere/data"]]
-)
-def test_what_is_no_corpus_is_one_sentence(arguments, hub, tmp_path):
-    output = tmp_path / "wiki.jsonl"
-    with pytest.raises(SystemExit, match="^error: no corpus from [^\n]*$"):
-        wiki_corpus.main([str(output), "--dataset", str(hub), *arguments])
-    assert not output.exists() and not any(path.stat().st_size for path in tmp_path.glob("*.part"))
-
-
-def test_a_network_that_ends_in_the_middle(hub, tmp_path):
-    """The same command goes on."""
-    lost = hub / "rc.wikipedia/train-1.parquet"
-    content = lost.read_bytes()
-    lost.write_bytes(content[:100])
-    with pytest.raises(SystemExit, match="reading stopped: .* Run the same command again to continue."):
-        wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(hub)])
-    assert not (tmp_path / "a").exists()
-    lost.write_bytes(content)
-    for name in "ab":
-        wiki_corpus.main([str(tmp_path / name), "--dataset", str(hub)])
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 @pytest.mark.parametrize("state", [None, '{"of', "{}"])
 @pytest.mark.parametrize("name", ["wiki.jsonl", "wiki.jsonl.part"])
 def test_what_is_there_is_not_overwritten(name, state, hub, tmp_path):

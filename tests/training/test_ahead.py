@@ -128,6 +128,7 @@ def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit
     assert not resumed.in_flight.groups and resumed.rows("rollout/restarted") == [0] * 7
 
 
+@pytest.mark.contract_server("late_groups")
 @needs_vllm
 @pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
 def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):

@@ -50,16 +50,6 @@ from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, 
 from mt_grpo_trainer import MultiTurnToolEnv
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"))
-
-
-@pytest.fixture
-def tokenizer(folder):
-    return vision_model.reading(folder)
-
-
 def test_an_id_is_of_the_pixels_and_the_size(tokenizer):
     read = tokenizer.pictures.read
     one, same, turned = (
