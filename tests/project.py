@@ -4,6 +4,11 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of every run that a test makes in its own process.
+SMALL = dict(
+    use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True, save_strategy="no",
+    logging_steps=1,
+)  # fmt: skip
 
 
 def json_lines(path) -> list[dict]:

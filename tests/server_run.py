@@ -12,7 +12,7 @@ import pytest
 import requests
 import torch
 from datasets import Dataset
-from project import ROOT
+from project import ROOT, SMALL
 from transformers import AutoModelForCausalLM
 
 from mt_grpo.generation.samples import versions_of
@@ -124,10 +124,9 @@ def make_trainer(
     port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched,
     env_class=MultiTurnToolEnv, prompts=30, model=MODEL, peft_config=None, check_every=1, **changes,
 ):  # fmt: skip
-    values = dict(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
-        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+    values = SMALL | dict(
+        output_dir=str(tmp_path), per_device_train_batch_size=16, num_generations=8, max_completion_length=120,
+        max_turn_tokens=48, max_steps=3, learning_rate=1e-3, lr_scheduler_type="constant",
         use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate",
         weight_sync_dir=str(tmp_path),
     )  # fmt: skip
@@ -136,7 +135,7 @@ def make_trainer(
     tmp_path.mkdir(exist_ok=True)
     trainer = trainer_class(
         str(model), env_class([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
-        vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
+        vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**values | changes),
         train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
         peft_config=peft_config,
     )  # fmt: skip

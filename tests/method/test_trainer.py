@@ -14,8 +14,9 @@ import torch
 import trl
 import warm_python
 from datasets import Dataset
+from golden_batch import echo
 from peft import LoraConfig
-from project import ROOT
+from project import ROOT, SMALL
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -43,15 +44,6 @@ from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, tu
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
 
 
-def echo(text: str) -> str:
-    """Return the text.
-
-    Args:
-        text: What to return.
-    """
-    return text
-
-
 def length_reward(completion_ids, **kwargs):
     """Something that varies with what was sampled, in 0 to 1."""
     return [(sum(ids) % 17) / 17 for ids in completion_ids]
@@ -63,11 +55,10 @@ def turn_reward(rollout_turns, **kwargs):
 
 def settings(tmp_path, **changes):
     values = dict(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=24, max_steps=2, logging_steps=1,
-        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=7, lr_scheduler_type="constant",
+        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=24,
+        max_steps=2, learning_rate=1e-3, seed=7, lr_scheduler_type="constant",
     )  # fmt: skip
-    return {**values, **changes}
+    return {**SMALL, **values, **changes}
 
 
 def make_trainer(model, tmp_path, cls=MTGRPOEnvTrainer, eval_dataset=None, peft_config=None, prompts=None, **changes):
