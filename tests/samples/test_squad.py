@@ -164,5 +164,5 @@ def test_questions_of_articles_are_told_by_their_passage():
     passages = [{"id": title, "title": title, "text": "x"} for title in ("Normans", "Rome")]
     questions = [{"question": "Who?", "answer": "He"}]
     assert squad_search.of_titles(passages, questions, ["Normans", "Rome"]) == (passages, questions)
-    with pytest.raises(ValueError, match="no `id` of its passage"):
+    with pytest.raises(KeyError, match="passage"):
         squad_search.of_titles(passages, questions, ["Normans"])
