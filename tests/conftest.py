@@ -13,8 +13,8 @@ import pytest
 import torch
 import warm_python
 from browser import browser, open_page  # noqa: F401  fixtures of all files that drive a browser
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 pytest.register_assert_rewrite("scripted")  # a helper whose assertions say what they compared
 torch.set_num_threads(1)  # with matrices this small, threads wait for each other; tenfold on a busy machine
@@ -45,22 +45,13 @@ def random_model(tmp_path_factory) -> str:
 
     It writes noise and ends its turn after about 40 tokens.
     """
-    from scripted import CHATML
+    from scripted import CHATML, byte_level
 
     torch.manual_seed(0)
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
         vocab[token] = len(vocab)
-    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = CHATML
+    tokenizer = byte_level(CHATML, vocab, [])
     config = Qwen3Config(
         vocab_size=len(vocab),
         hidden_size=64,

@@ -7,7 +7,7 @@ import gc
 import json
 import pickle
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import evaluate
 import pytest
@@ -127,12 +127,8 @@ def test_another_reader_reads_another_picture(folder, tmp_path):
 
 def test_there_is_one_picture_for_an_id(tokenizer):
     """Where tools read it at the same time, and where it comes from another rank."""
-    image, found = vision_model.picture(30), []
-    threads = [threading.Thread(target=lambda: found.append(tokenizer.pictures.read(image, ""))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(tokenizer.pictures.read, [vision_model.picture(30)] * 8, [""] * 8))
     assert len({id(each) for each in found}) == 1 and pickle.loads(pickle.dumps(found[0])) is found[0]
 
 
