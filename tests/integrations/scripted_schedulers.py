@@ -1,4 +1,4 @@
-"""Schedulers of ms-swift, run against a scripted policy, whose ids can be written by hand."""
+"""A scripted policy whose ids can be written by hand, for agents too, and schedulers of ms-swift run against it."""
 
 from project import ROOT
 from scripted import ScriptedTexts

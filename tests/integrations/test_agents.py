@@ -17,8 +17,7 @@ import pytest
 import warm_python
 from processes import alive, ends
 from project import ROOT
-from scripted import ScriptedTexts
-from transformers import AutoTokenizer
+from scripted_schedulers import TOKENIZER, ids, scripted, user
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
@@ -30,7 +29,6 @@ from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.rollout import StopReason
 from mt_grpo.training.batch import is_cut_off, trained_records
 
-TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
 ADD = {
     "type": "function",
     "function": {
@@ -40,14 +38,6 @@ ADD = {
     },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>'
-
-
-def scripted(*turns, **settings):
-    return ScriptedTexts(*turns, **{"tokenizer": TOKENIZER, **settings})
-
-
-def ids(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
 def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, llm=None, fails=False, **settings):
@@ -70,10 +60,6 @@ def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, 
     llm.verify(rollout)
     assert all(turn.logprobs == [-j / 64 for j in range(len(turn.token_ids))] for turn in rollout.turns)
     return rollout, llm
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 async def ask(client, messages, **options):
