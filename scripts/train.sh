@@ -8,11 +8,4 @@
 # (default: .venv/bin/python).
 set -euo pipefail
 [[ " $* " != *\ --help\ * && " $* " != *\ -h\ * ]] || exec sed -En '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"
-
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-export PYTHON="${PYTHON:-$root/.venv/bin/python}"
-if ! command -v "$PYTHON" >/dev/null; then
-    printf 'train: error: %s is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n' "$PYTHON" >&2
-    exit 2
-fi
-exec "$PYTHON" "$root/scripts/launch/train.py" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/launch/start.sh" train "$@"

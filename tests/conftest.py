@@ -11,11 +11,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the package does; libgomp
 
 import pytest
 import torch
-import trl
 import warm_python
 from browser import browser, open_page  # noqa: F401  fixtures of all files that drive a browser
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 pytest.register_assert_rewrite("scripted")  # a helper whose assertions say what they compared
 torch.set_num_threads(1)  # with matrices this small, threads wait for each other; tenfold on a busy machine
@@ -40,32 +39,19 @@ def data_file(name: str) -> Path:
     return DATA / name
 
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory) -> str:
     """Path of a Qwen3 with two small layers, random weights and one token per byte.
 
     It writes noise and ends its turn after about 40 tokens.
     """
+    from scripted import CHATML, byte_level
+
     torch.manual_seed(0)
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
         vocab[token] = len(vocab)
-    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer = byte_level(CHATML, vocab, [])
     config = Qwen3Config(
         vocab_size=len(vocab),
         hidden_size=64,
@@ -93,12 +79,31 @@ def random_model(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def hermes_model(random_model, tmp_path_factory) -> str:
     """Path of the same model with Qwen3's chat template, as TRL ships it: its calls are Hermes."""
+    from scripted import QWEN3
+
     path = tmp_path_factory.mktemp("hermes-model") / "model"
     shutil.copytree(random_model, path)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = QWEN3
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory):
+    """A model that reads images, with its own chat template or the one that the test file names."""
+    import vision_model
+
+    template = getattr(request.module, "VISION_TEMPLATE", vision_model.TEMPLATE)
+    return vision_model.save(tmp_path_factory.mktemp("vision"), template=template)
+
+
+@pytest.fixture
+def tokenizer(folder):
+    """Of the model that reads images."""
+    import vision_model
+
+    return vision_model.reading(folder)
 
 
 @pytest.fixture(autouse=True)

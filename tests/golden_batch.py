@@ -4,17 +4,16 @@ Run by test_batch.py in one process and by distributed_worker.py in two: neither
 """
 
 import asyncio
-import json
 import re
 from pathlib import Path
 
 from datasets import Dataset
+from project import SMALL, json_lines
 
 from mt_grpo.base.event_loop import start_in_background
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
 
-ROOT = Path(__file__).resolve().parents[1]
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "answer": n} for n in ("17", "42", "99")]
 
 # What each rollout does, turn by turn. C: a call that gets its result. c: a call after the last result that it may
@@ -57,6 +56,19 @@ TURN_RETURN = [
     [1.5 + 0.5 / 6, 1.5 + 0.5], [-1.0 + 0.5 * (-1 / 12 + 0.375), -1.0 - 0.5], [-0.5 + 0.5 * (-1 / 12 - 0.375)],
     [0.0, 0.0],
 ]  # fmt: skip
+# Within a rollout, where two turns or more have a reward: 0.5, 0.5, 0.25 around 5/12; 1, 0.75 around 7/8; 0.25, 2
+# around 9/8. Nothing per rollout.
+ZERO_SUM = [
+    [1.625 + 0.5 / 12, 1.625 + 0.5 / 12, 1.625 - 0.5 / 6], [-0.875] * 2, [-0.875],
+    [0.125, 0.125 + 0.5 / 8, 0.125 - 0.5 / 8], [1.5 - 0.5 * 7 / 8, 1.5 + 0.5 * 7 / 8], [-1.0] * 2, [-0.5], [0.0, 0.0],
+]  # fmt: skip
+# Progress with the discount 0.5: -1/4 at turn 2, of which the turns get 1/7, 2/7 and 4/7, around -1/12; 7/4 at turn 1,
+# of which they get 1/3 and 2/3, around 65/84, as a call has 66 tokens and an answer 32.
+PROGRESS = [
+    [1.625 + 0.5 / 21, 1.625 + 0.5 / 84, 1.625 - 0.5 * 5 / 84], [-0.875] * 2, [-0.875],
+    [0.125 + 0.5 / 21, 0.125 + 0.5 / 84, 0.125 - 0.5 * 5 / 84], [1.5 - 0.5 * 4 / 21, 1.5 + 0.5 * 11 / 28],
+    [-1.0] * 2, [-0.5], [0.0, 0.0],
+]  # fmt: skip
 # One group of eight: R^O + R^T, of which seven count.
 MEAN = 25.25 / 7
 MERGED = [[6.0 - MEAN] * 3, [1.75 - MEAN] * 2, [1.75 - MEAN], [3.75 - MEAN] * 3, [5.25 - MEAN] * 2, [3.5 - MEAN] * 2,
@@ -83,6 +95,10 @@ CASES = {  # name -> (advantages of the turns, settings, conversations that a re
                           turn_discount=0.5, turn_advantage_coef=0.5), (1, 6, 7)),
     "gigpo": (GIGPO, dict(num_generations=8, credit_assignment="gigpo", scale_rewards="none", turn_discount=0.5,
                           turn_advantage_coef=0.5), ()),
+    "zero_sum": (ZERO_SUM, dict(num_generations=4, credit_assignment="zero_sum", scale_rewards="none",
+                                turn_advantage_coef=0.5), ()),
+    "progress_credit": (PROGRESS, dict(num_generations=4, credit_assignment="progress_credit", scale_rewards="none",
+                                       turn_discount=0.5, turn_advantage_coef=0.5), ()),
     "merged": (MERGED, dict(num_generations=8, credit_assignment="merged", scale_rewards="none"), ()),
     "outcome": (OUTCOME, dict(num_generations=4, credit_assignment="outcome", scale_rewards="group"), ()),
     "evaluation": (
@@ -184,16 +200,15 @@ def state_key(turns):
 
 def make_trainer(model, out, funcs=FUNCS, **changes):
     args = dict(
-        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=8, per_device_eval_batch_size=8, max_completion_length=512, max_env_steps=2,
-        disable_tqdm=True, save_strategy="no", log_rollouts=8, max_steps=1, logging_steps=1,
+        output_dir=str(out), per_device_train_batch_size=8, per_device_eval_batch_size=8, max_completion_length=512,
+        max_env_steps=2, log_rollouts=8, max_steps=1,
     )  # fmt: skip
     return MTGRPOEnvTrainer(
         model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=2, state_key=state_key),
         turn_reward_funcs=funcs[0], outcome_reward_funcs=funcs[1],
         turn_advantage_coef=changes.pop("turn_advantage_coef", None),
         turn_reward_weights=TURN_WEIGHTS[: len(funcs[0])], outcome_reward_weights=OUTCOME_WEIGHTS[: len(funcs[1])],
-        args=MTGRPOConfig(**{**args, **changes}),
+        args=MTGRPOConfig(**{**SMALL, **args, **changes}),
         train_dataset=Dataset.from_list(ROWS), eval_dataset=Dataset.from_list(ROWS),
     )  # fmt: skip
 
@@ -212,13 +227,12 @@ def run_case(model, out, name, world=1, funcs=FUNCS):
     output = trainer._generate_and_score_completions(batch)
     mode = "train" if trainer.model.training else "eval"
     metrics = {key: values[-1] for key, values in trainer._metrics[mode].items()}
-    log = (out / f"rollouts.rank{trainer.accelerator.process_index}.jsonl").read_text()
+    log = json_lines(out / f"rollouts.rank{trainer.accelerator.process_index}.jsonl")
     keys = ("advantages", "completion_mask", "tool_mask", "sampling_per_token_logps")
     rows = {key: output[key].tolist() for key in keys}
     for key in ("prompt_ids", "completion_ids"):
         rows[key] = trainer.processing_class.batch_decode(output[key])
-    return {"rows": rows, "metrics": metrics, "log": [json.loads(line) for line in log.splitlines()], "lost":
-            trainer.llm.lost_so_far}  # fmt: skip
+    return {"rows": rows, "metrics": metrics, "log": log, "lost": trainer.llm.lost_so_far}
 
 
 def per_token(index, of_turns, of_results):

@@ -8,11 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import warm_python
+from project import ROOT, json_lines, steps_of
 
-ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"optimizer step": ("_get_grad_norm", 5), "save": ("_save_rng_state", 6), "between steps": ("log", 5)}
 
 
@@ -27,9 +26,7 @@ def killed_and_resumed(folder, place, arguments, env=None):
                              text=True)  # fmt: skip
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "checkpoint-4, after step 4" in resumed.stdout, resumed.stdout
-    notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
-    log = json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
-    return [row for row in log if "reward" in row], dict(notes)  # of a step the resumed run's
+    return steps_of(folder / "out"), dict(json_lines(folder / "notes"))  # of a step the resumed run's
 
 
 def work():

@@ -4,6 +4,7 @@ psutil and not /proc: between the look whether a process's file exists and the r
 """
 
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -36,6 +37,16 @@ def ends(pid: int, seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def wait_for_port(port: int) -> None:
+    """Return once something listens there, which has half a minute."""
+    for _ in range(300):
+        with socket.socket() as caller:
+            if caller.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens at port {port}")
 
 
 def on_two_threads(function) -> list:

@@ -5,6 +5,7 @@ import random
 
 import torch
 from datasets import Dataset
+from project import SMALL
 from transformers import TrainerCallback
 
 from mt_grpo.training.batch import FURTHER_RECORDS
@@ -105,6 +106,8 @@ def tensors(rows: list[dict], settings: dict, near: float) -> dict:
 
 
 class Gradients(TrainerCallback):
+    """The gradient of each step of the optimizer, as one vector."""
+
     def __init__(self):
         self.steps = []
 
@@ -136,11 +139,9 @@ class OfBatches(MTGRPOEnvTrainer):
 def make_trainer(model, out, layout, settings, **changes):
     """A trainer of `OfBatches` in a layout: `trl`, `shared` or `padded`."""
     args = dict(
-        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, max_completion_length=64, max_env_steps=2,
-        disable_tqdm=True, save_strategy="no", max_steps=2, logging_steps=1, num_generations=GROUP_SIZE,
-        optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False,
-        share_prompts=layout != "trl",
+        **SMALL, output_dir=str(out), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2,
+        max_completion_length=64, max_env_steps=2, num_generations=GROUP_SIZE, optim="sgd", learning_rate=0.1,
+        lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False, share_prompts=layout != "trl",
     )  # fmt: skip
     own = {"vllm", "further", "seed", "peft", "uneven", "some_scored", "only_scored", "cut"}
     args |= {key: value for key, value in settings.items() if key not in own} | changes
@@ -193,18 +194,9 @@ def train_split(model, out, layout, split, loss_type, seed=0, **changes):
     rows, accumulated, per_batch = split
     steps = per_batch // accumulated
     settings = dict(loss_type=loss_type, further=True, some_scored=True, seed=seed) | LOSSES[loss_type][0] | changes
-    found = train(
-        model,
-        out,
-        layout,
-        settings,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=accumulated,
-        steps_per_generation=per_batch,
-        max_steps=steps,
-        logging_steps=steps,
-        learning_rate=0.0,
-    )
+    settings |= dict(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulated, learning_rate=0.0)
+    settings |= dict(steps_per_generation=per_batch, max_steps=steps, logging_steps=steps)
+    found = train(model, out, layout, settings)
     names = ("loss", "entropy", "kl", "clip_ratio", "cispo", "vespo")
     log = {key: value for key, value in found["log"][0].items() if key.startswith(names)}
     return found["gradients"].mean(0, keepdim=True), log

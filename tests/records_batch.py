@@ -5,7 +5,8 @@ import dataclasses
 import golden_batch as golden
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from project import SMALL
+from random_batches import Gradients
 
 from mt_grpo.base.errors import RunError
 from mt_grpo.rollout import Context, Record, StopReason
@@ -68,28 +69,17 @@ class Unknown(Near):
         return dataclasses.replace(generation, logprobs=[float("nan"), *generation.logprobs[1:]])
 
 
-class Gradients(TrainerCallback):
-    """The gradient of each step of the optimizer, as one vector."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
-
-
 def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNCS, processing_class=None, **changes):
     args = dict(
-        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=8, per_device_eval_batch_size=4, max_completion_length=512, max_env_steps=2,
-        disable_tqdm=True, save_strategy="no", log_rollouts=8, max_steps=1, logging_steps=1, num_generations=4,
-        scale_rewards="none", turn_advantage_coef=0.5, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant",
-        max_grad_norm=0.0, shuffle_dataset=False,
+        output_dir=str(out), per_device_train_batch_size=8, per_device_eval_batch_size=4, max_completion_length=512,
+        max_env_steps=2, log_rollouts=8, max_steps=1, num_generations=4, scale_rewards="none", optim="sgd",
+        turn_advantage_coef=0.5, learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0,
+        shuffle_dataset=False,
     )  # fmt: skip
     env = EditedEnv([golden.echo], system_prompt=None, max_steps=2)
     env.edit, env.failed, env.at_once = edit, failed, at_once
     trainer = MTGRPOEnvTrainer(
-        model, env, *funcs, processing_class=processing_class, args=MTGRPOConfig(**{**args, **changes}),
+        model, env, *funcs, processing_class=processing_class, args=MTGRPOConfig(**{**SMALL, **args, **changes}),
         callbacks=[gradients := Gradients()],
         turn_reward_weights=golden.TURN_WEIGHTS if funcs is golden.FUNCS else None,
         outcome_reward_weights=golden.OUTCOME_WEIGHTS if funcs is golden.FUNCS else None,

@@ -5,6 +5,7 @@ import signal
 
 import torch
 from datasets import Dataset
+from project import SMALL
 
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -69,15 +70,14 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, huge=None, **chang
         return [1e25 if n == huge else 0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
 
     args = dict(
-        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=4, num_generations=2, max_completion_length=64, max_steps=5, logging_steps=1,
-        shuffle_dataset=False, credit_assignment="outcome", disable_tqdm=True, save_strategy="no", refill_groups=2,
-        learning_rate=1e-4, log_rollouts=8, lr_scheduler_type="linear", warmup_steps=0,
+        output_dir=str(out), per_device_train_batch_size=4, num_generations=2, max_completion_length=64, max_steps=5,
+        shuffle_dataset=False, credit_assignment="outcome", refill_groups=2, learning_rate=1e-4, log_rollouts=8,
+        lr_scheduler_type="linear", warmup_steps=0,
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "number": n} for n in range(prompts)]
     trainer = Noted(
         model, MultiTurnToolEnv([], system_prompt=None, environment=environment), [],
-        [outcome], args=MTGRPOConfig(**{**args, **changes}), train_dataset=Dataset.from_list(rows),
+        [outcome], args=MTGRPOConfig(**{**SMALL, **args, **changes}), train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
     trainer.seen = seen
     return trainer

@@ -38,25 +38,25 @@ def byte_symbols() -> list[str]:
     return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
 
 
+def byte_level(template: str, vocab: dict[str, int], pairs: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def make_tokenizer(template: str, merges: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """Byte-level tokenizer; `merges` are two bytes each, which become one token."""
     symbols = byte_symbols()
     vocab = {symbol: b for b, symbol in enumerate(symbols)} | SPECIAL
     for text in ("l>\n", "</answer></tool>", *merges):
         vocab["".join(symbols[b] for b in text.encode())] = len(vocab)
-    pairs = [tuple(symbols[b] for b in text.encode()) for text in merges]
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
+    tokenizer = byte_level(template, vocab, [tuple(symbols[b] for b in text.encode()) for text in merges])
     # As in Qwen3: tokens of their own, but not special.
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
-    tokenizer.chat_template = template
     return tokenizer
 
 

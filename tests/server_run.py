@@ -1,24 +1,24 @@
 """A run against a real server, whose weights and rollouts are kept: used by tests of faults and of staleness."""
 
 import asyncio
+import functools
 import re
 import threading
 import time
 from collections import Counter, defaultdict
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import requests
 import torch
 from datasets import Dataset
+from project import ROOT, SMALL
 from transformers import AutoModelForCausalLM
 
 from mt_grpo.generation.samples import versions_of
 from mt_grpo.rollout import StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
-ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 CONTEXT = 640
 FLAGS = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
@@ -46,17 +46,12 @@ def calculator(expression: str) -> str:
 def slow_calculator(seconds):
     """The calculator with a delay: `seconds(expression)`."""
 
-    def calculator(expression: str) -> str:
-        """Evaluate a product of two integers.
-
-        Args:
-            expression: Such as `6 * 7`.
-        """
+    @functools.wraps(calculator)
+    def slow(expression):
         time.sleep(seconds(expression))
-        left, _, right = expression.partition("*")
-        return str(int(left) * int(right))
+        return calculator(expression)
 
-    return calculator
+    return slow
 
 
 def answered(completions, answer, **kwargs):
@@ -129,10 +124,9 @@ def make_trainer(
     port, tmp_path, tool=calculator, reward=answered, evaluates=False, trainer_class=Watched,
     env_class=MultiTurnToolEnv, prompts=30, model=MODEL, peft_config=None, check_every=1, **changes,
 ):  # fmt: skip
-    values = dict(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
-        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+    values = SMALL | dict(
+        output_dir=str(tmp_path), per_device_train_batch_size=16, num_generations=8, max_completion_length=120,
+        max_turn_tokens=48, max_steps=3, learning_rate=1e-3, lr_scheduler_type="constant",
         use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate",
         weight_sync_dir=str(tmp_path),
     )  # fmt: skip
@@ -141,7 +135,7 @@ def make_trainer(
     tmp_path.mkdir(exist_ok=True)
     trainer = trainer_class(
         str(model), env_class([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
-        vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
+        vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**values | changes),
         train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
         peft_config=peft_config,
     )  # fmt: skip
@@ -206,10 +200,3 @@ def assert_whole(rollouts, limit=CONTEXT):
 
 def paused(server) -> bool:
     return requests.get(f"{server.url}/is_paused", timeout=10).json()["is_paused"]
-
-
-def prompts_of(trainer):
-    """Each batch's prompts, one per group."""
-    groups = [[batch[i : i + 8] for i in range(0, len(batch), 8)] for batch in trainer.batches]
-    assert all(len({r.prompt_messages[-1]["content"] for r in group}) == 1 for batch in groups for group in batch)
-    return [[group[0].prompt_messages[-1]["content"] for group in batch] for batch in groups]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from project import ROOT
 from trl import GRPOTrainer
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "mt_grpo_trainer.py"
 PACKAGE = ROOT / "mt_grpo"
 FILES = {str(path.relative_to(PACKAGE).with_suffix("")): path for path in sorted(PACKAGE.rglob("*.py"))}

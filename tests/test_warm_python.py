@@ -1,6 +1,5 @@
 """The Python with libraries that are there already: what it starts is as what `python` starts."""
 
-import os
 import signal
 import subprocess
 
@@ -43,24 +42,6 @@ def test_a_script_has_its_own_folder_arguments_and_environment(tmp_path):
     (further / "elsewhere.py").write_text("NAME = 'elsewhere'")
     done = run(str(script), "--key", "x y", cwd="/", env={"PYTHONPATH": str(further)})
     assert done.stdout.splitlines() == [f"['{script}', '--key', 'x y']", "beside", "elsewhere", "/", str(script)]
-
-
-def test_pipes_go_through_and_nothing_else_stays_open():
-    """As `multiprocessing` hands them over; a copy that stayed open would keep their readers waiting."""
-    reading, writing = os.pipe()
-    command = f"import os; os.write({writing}, b'through'); print(sorted(map(int, os.listdir('/proc/self/fd'))))"
-    try:
-        done = run("-c", command, pass_fds=[writing])
-        os.close(writing)
-        assert os.read(reading, 100) == b"through" and os.read(reading, 100) == b""
-    finally:
-        os.close(reading)
-    without = numbers(run("-c", "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))").stdout)
-    assert sorted({*without, writing}) == numbers(done.stdout)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.strip()[1:-1].split(",")]
 
 
 WAITS = """

@@ -2,9 +2,9 @@
 
 import json
 import os
-from pathlib import Path
 
 import vision_model
+from project import ROOT, SMALL
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.images import pictures
@@ -47,12 +47,10 @@ def worth(completions, **kwargs):
 
 def settings(out, **changes):
     values = {
-        "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_steps": 2,
-        "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
-        "lr_scheduler_type": "linear", "warmup_steps": 0,
+        "output_dir": str(out), "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200,
+        "max_steps": 2, "learning_rate": 1e-3, "seed": 3, "lr_scheduler_type": "linear", "warmup_steps": 0,
     }  # fmt: skip
-    return MTGRPOConfig(**{**values, **changes})
+    return MTGRPOConfig(**{**SMALL, **values, **changes})
 
 
 def make_trainer(folder, out, rows, scripted=True, env=None, **changes):
@@ -85,8 +83,8 @@ def write_recipe(out, model):
     recipe = {
         "model_name_or_path": str(model), "dataset_name": str(out / "rows.jsonl"), "use_cpu": True,
         "dataset_test_split": "train", "system_prompt": "",
-        "tools_script": str(Path(__file__).parents[1] / "tools/calculator.py"),
-        "reward_fn": str(out / "rewards.py"), "max_completion_length": 12, "output_dir": str(out / "none"),
+        "tools_script": str(ROOT / "tools/calculator.py"), "reward_fn": str(out / "rewards.py"),
+        "max_completion_length": 12, "output_dir": str(out / "none"),
         "bf16": False, "per_device_train_batch_size": 8,
     }  # fmt: skip
     (out / "recipe.yaml").write_text(json.dumps(recipe))

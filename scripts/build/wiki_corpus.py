@@ -129,16 +129,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="the file to write, such as data/wiki.jsonl")
     parser.add_argument("--dataset", default="mandarjoshi/trivia_qa", help="a name on the Hub, or a folder")
-    parser.add_argument("--split", nargs="+", help="default: train and validation, of the data sets of SOURCES")
+    parser.add_argument("--split", nargs="+", default=["train", "validation"], help="default: train and validation")
     for name in ("config", "title", "text"):
         parser.add_argument(f"--{name}", help="default: as the table SOURCES says")
     args = parser.parse_args(argv)
     defaults = SOURCES.get(args.dataset, (None, "title", "text"))
     config, *columns = (given or default for given, default in zip((args.config, args.title, args.text), defaults))
     try:
-        if not args.split and args.dataset not in SOURCES:
-            raise ValueError("name its splits, such as --split train.")
-        build(args.output, args.dataset, config, args.split or ["train", "validation"], *columns)
+        build(args.output, args.dataset, config, args.split, *columns)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: no corpus from {args.dataset}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:

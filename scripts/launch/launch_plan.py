@@ -56,13 +56,8 @@ def visible_gpus() -> list[str]:
 
 
 def data_parallel_size() -> int:
-    """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
-
-    Raises `ValueError` for what is no number, and for --tensor-parallel-size, whose GPUs would not be counted.
-    """
+    """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS. Raises `ValueError` for no number."""
     text = os.environ.get("VLLM_ARGS", "")
-    if re.search(r"(^|\s)(--tensor[-_]parallel[-_]size|--tp-size|--tp|-tp)\b", text):
-        raise ValueError(f"VLLM_ARGS={text!r}: expected no --tensor-parallel-size. Set VLLM_TP.")
     found = re.findall(r"(?:^|\s)(?:--data[-_]parallel[-_]size|--dp-size|--dp|-dp)(?:[\s=]+(\S+)|$)", text)
     if found and not re.fullmatch("[1-9][0-9]*", found[-1]):
         raise ValueError(f"VLLM_ARGS={text!r}: --data-parallel-size is {found[-1]!r}, expected a number from 1.")

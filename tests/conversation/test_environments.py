@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from datasets import Dataset
+from project import json_lines
 from scripted import (
     CHATML_TOKENIZER,
     END,
@@ -20,6 +21,7 @@ from scripted import (
     result,
 )
 from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
+from test_trainer import settings as of_trainer
 from tokenizers import pre_tokenizers
 
 from mt_grpo.base.rows import Rows
@@ -889,11 +891,8 @@ def test_a_tool_may_have_parameters_whose_names_python_does_not_take():
 
 
 def settings(folder, **changes):
-    return MTGRPOConfig(**{
-        "output_dir": str(folder), "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-        "report_to": "none", "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64,
-        "max_steps": 2, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **changes,
-    })  # fmt: skip
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 64}
+    return MTGRPOConfig(**of_trainer(folder, **{**sizes, **changes}))
 
 
 def one_step(model, folder, environment, rows, rewards=(), **changes):
@@ -994,7 +993,7 @@ def test_an_environment_that_alters_its_rollout_fails_and_ends_no_run(random_mod
     rewards = torch.tensor([0.0, 2.0, 3.0])
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     assert torch.allclose(batch["advantages"][[0, 2, 3], 0], expected)
-    assert "rollout" in json.loads((tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()[1])["error"]
+    assert "rollout" in json_lines(tmp_path / "rollouts.rank0.jsonl")[1]["error"]
 
 
 class Asks:

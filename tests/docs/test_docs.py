@@ -16,12 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import vision_model
 import yaml
 from bench.common import with_section
 from build import configuration
 from fault_proxy import Fault, FaultProxy
+from project import ROOT, json_lines, steps_of
 from scripted import CHATML_TOKENIZER, Scripted, call, echo
 from test_agents import run as run_agent
 from test_size import sizes
@@ -40,7 +40,6 @@ from mt_grpo.recipe.parse import known_keys
 from mt_grpo.recipe.plugins import load_environment, load_rewards, load_tools
 from mt_grpo.rollout import Reply
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 RECIPES, METRICS, FORKING, CONVERSATION, ENVIRONMENTS, AGENTS = (
     PAGES[f"docs/{name}.md"] for name in ("recipes", "metrics", "forking", "conversation", "environments", "agents")
@@ -166,7 +165,7 @@ def test_the_example_of_readme_trains(clone):
     code = block(PAGES["README.md"], "python", "MTGRPOConfig")
     assert len(code.splitlines()) <= 26
     run(code.replace("max_steps=20, per_device_train_batch_size=64", "max_steps=3, per_device_train_batch_size=16"))
-    rows = [json.loads(line) for line in Path("runs/rollouts.rank0.jsonl").read_text().splitlines()]
+    rows = json_lines("runs/rollouts.rank0.jsonl")
     assert rows[-1]["step"] == 2 and {*rows[0]["rewards"]} == {"call_works", "right_answer"}
 
 
@@ -297,7 +296,7 @@ def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(tmp_path)
     mt.main(["--config", "recipe.yaml"])
-    (row, *_) = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    (row,) = steps_of(tmp_path / "out")
     assert row["turns/mean"] == 2.0 and row["stop/max_turns"] == 1.0 and row["records/mean"] == 1.0
     assert row["reward"] == row["rewards/right/mean"] and row["stop/environment_error"] == 0.0
 
@@ -359,23 +358,6 @@ def test_the_notebook_example_runs(random_model, capsys):
 
 
 # --- the fork --------------------------------------------------------------------------------------------------------
-
-
-def test_the_fork_runs():
-    """The diff's added function, in the script's names, on two rollouts (tests/method/test_fork.py trains by it)."""
-    lines = block(FORKING, "diff", "credit_estimator").splitlines()
-    known = list(mt.CREDIT_ASSIGNMENTS)
-    try:
-        space = run("\n".join(line[1:] for line in lines if line.startswith("+")), dict(vars(mt)))
-        advantages = space["best_turn_advantages"](mt.doctest_batch(), 0.5, 1.0)
-        # 1 + 0.5 * 0.6 = 1.3 against 0 + 0.5 * 0.4 = 0.2, without scaling.
-        assert torch.allclose(advantages, torch.tensor([[0.55] * 3, [-0.55] * 3]))
-        mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_advantage_coef=0.5)
-        with pytest.raises(ValueError, match="turn_discount"):  # which its registration does not say it reads
-            mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_discount=0.5)
-    finally:
-        mt.CREDIT_ASSIGNMENTS.pop("best_turn", None)
-    assert list(mt.CREDIT_ASSIGNMENTS) == known
 
 
 def test_the_batch_to_try_an_estimator_on(capsys):

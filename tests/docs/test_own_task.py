@@ -7,14 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from project import ROOT
 
 from mt_grpo import ToolCall, ToolResult, Turn, load_rewards
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/own_task.md").read_text()
 PARCEL = ROOT / "hf_recipes/SmolLM2/parcel"
 NOTEBOOK = json.loads((ROOT / "docs/notebooks/own_task.ipynb").read_text())

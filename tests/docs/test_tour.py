@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from project import ROOT
 
 import mt_grpo_trainer as mt
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/tour.md").read_text()
 FILES = dict(re.findall(r"^`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.M | re.S))
 # Programs that try a file, with what they print.

@@ -1,12 +1,10 @@
 """LoRA pushed as an adapter, against a real vLLM server on the CPU: what it samples from, and what is refused."""
 
 import asyncio
-import json
 import os
 import re
 import time
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +13,7 @@ import requests
 import torch
 from peft import LoraConfig, get_peft_model
 from processes import on_two_ranks
+from project import ROOT, steps_of
 from server_run import FLAGS, MODEL as TINY, make_trainer as make_any_trainer
 from transformers import AutoModelForCausalLM
 from warm_vllm import WarmVLLMServer
@@ -26,7 +25,6 @@ from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo_trainer import VLLMServerClient
 
 pytest.importorskip("vllm")
-ROOT = Path(__file__).resolve().parents[2]
 LORA = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True}
 
 
@@ -195,8 +193,7 @@ def test_two_ranks_push_one_adapter(adapters, tmp_path):
     ]  # fmt: skip
     code, said = on_two_ranks(ROOT / "tests/sharded_worker.py", "train", *words)  # each push is checked
     assert code == 0 and said.count("LoRA of rank 4") == 1, said[-3000:]
-    rows = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())["log_history"]
-    rows = [row for row in rows if "sync/seconds" in row]
+    rows = steps_of(tmp_path / "out/checkpoint-3")
     assert len(rows) == 3 and all(row["sync/logprob_difference"] < 1e-4 for row in rows)
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in rows)
     turns = [turn for row in read_rollouts(tmp_path / "out") if row["mode"] == "train" for turn in row["turns"]]

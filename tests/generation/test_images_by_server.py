@@ -40,11 +40,6 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"))
-
-
-@pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     with WarmVLLMServer(folder, *FLAGS, log=tmp_path_factory.mktemp("log") / "vllm.log") as server:
         yield server

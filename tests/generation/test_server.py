@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import requests
@@ -14,6 +13,7 @@ from bench.common import VLLMServer
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from processes import on_two_ranks
+from project import ROOT, steps_of, trained
 from server_run import FLAGS, calculator, make_trainer
 from test_first_batch import recipe_file
 from test_rewards import load
@@ -35,7 +35,6 @@ from mt_grpo_trainer import (
 )
 
 pytest.importorskip("vllm")
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 
 
@@ -273,8 +272,7 @@ def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
     assert [r.path for r in seen].count("/pause") == 3  # the probe, and a push for each step
     firsts = {prompt for prompt in sampled if not any(prompt[: len(p)] == p != prompt for p in sampled)}
     assert len(firsts) == 4 and all(sampled.count(prompt) == 8 for prompt in firsts)  # a prompt per rank and step
-    state = json.loads((tmp_path / "trainer_state.json").read_text())
-    rows = [row for row in state["log_history"] if "reward" in row]
+    rows = steps_of(tmp_path)
     assert len(rows) == 2
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     firsts = [json.loads(next(open(tmp_path / f"rollouts.rank{rank}.jsonl"))) for rank in range(2)]
@@ -311,13 +309,11 @@ def agent_port(tmp_path_factory):
 def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, tmp_path, monkeypatch):
     """What it sampled has the logprobs that the trainer computes for the same ids: the records are what was read."""
     monkeypatch.chdir(ROOT)
-    main([
-        "--config", f"hf_recipes/tiny/{recipe}", "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_port",
-        str(agent_port), "--vllm_importance_sampling_mode", "token_truncate", "--max_steps", "2",
-        "--per_device_train_batch_size", "16", "--output_dir", str(tmp_path), "--disable_tqdm", "true",
-    ])  # fmt: skip
-    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    steps = [row for row in history if "reward" in row]
+    steps = trained(
+        f"hf_recipes/tiny/{recipe}", tmp_path, "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_port",
+        agent_port, "--vllm_importance_sampling_mode", "token_truncate", "--max_steps", 2,
+        "--per_device_train_batch_size", 16,
+    )  # fmt: skip
     assert len(steps) == 2 and all(row["turns/mean"] > 1.0 and row["records/mean"] == 1.0 for row in steps)
     assert all(row["stop/environment_error"] == row["stop/agent_error"] == 0.0 for row in steps)
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps)
@@ -337,10 +333,9 @@ def sharded_recipe(tmp_path, port, **changes):
 
 
 def assert_trained_from_what_the_server_held(out, steps):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "reward" in row]
-    assert len(trained) == steps and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in trained)
-    assert all(row["sync/logprob_difference"] < 1e-4 for row in trained)
+    rows = steps_of(out)
+    assert len(rows) == steps and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
+    assert all(row["sync/logprob_difference"] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all weights", "LoRA"])

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
-import requests
 import torch
 import warm_python
 from bench.common import VLLMServer
@@ -22,6 +21,7 @@ from server_run import (
     assert_whole,
     make_trainer,
     needs_vllm,
+    paused,
     slow_calculator,
 )
 from warm_vllm import WarmVLLMServer
@@ -706,17 +706,31 @@ def servers():
             server.stop()
 
 
-def addresses(servers):
-    return [server.url for server in servers]
-
-
-@pytest.mark.contract_server("several servers")
+@pytest.mark.contract_server("several servers", "a server dies")
 @needs_vllm
-def test_two_servers_train_as_one(servers, tmp_path):
-    """A group's requests are all at one server, both get work, and the weights are written once."""
-    trainer = make_trainer(None, tmp_path, vllm_server_base_url=addresses(servers), max_steps=2,
-                           weight_sync_dir=str(tmp_path), num_generations=4)  # fmt: skip
-    asked = defaultdict(set)  # group -> servers
+def test_two_servers_train_as_one_and_one_dies_and_comes_back(servers, tmp_path, caplog):
+    """A group's requests are all at one server, both get work, and the weights are written once.
+
+    One is killed amid rollouts of step 2: the other takes over what it had, step 4 has both again, nothing is lost.
+    """
+    killed = threading.Event()
+
+    def seconds(expression):
+        if trainer.state.global_step == 2 and not killed.is_set():
+            killed.set()
+            servers[1].kill()
+        return float(trainer.state.global_step == 2)
+
+    class Waits(Watched):
+        def _sync_weights(self):
+            if self.state.global_step == 4 and not servers[1].healthy():
+                servers[1].start().wait()
+            super()._sync_weights()
+
+    addresses = [server.url for server in servers]
+    trainer = make_trainer(None, tmp_path, slow_calculator(seconds), trainer_class=Waits, max_steps=6,
+                           vllm_server_base_url=addresses, num_generations=4)  # fmt: skip
+    asked = defaultdict(set)  # step and begin of a prompt -> servers
     for number, client in enumerate(trainer.client.servers):
         post = client._post
 
@@ -725,63 +739,34 @@ def test_two_servers_train_as_one(servers, tmp_path):
             return await post(path, payload, read)
 
         client._post = recorded
-    written = []
-    transfer = trainer.client.transfer
+    written, transfer = [], trainer.client.transfer
     folder = transfer._own_folder
-    transfer._own_folder = lambda size: written.append(size) or folder(size)
+    transfer._own_folder = lambda size: written.append(trainer.state.global_step) or folder(size)
     assert [client.transfer.group_port for client in trainer.client.servers] == [51216, 51217]
     trainer.train()
+    assert trainer.state.global_step == 6 and [len(batch) for batch in trainer.batches] == [16] * 6
     prompts = {tuple(r.prompt_ids) for batch in trainer.batches for r in batch}
     by_group = defaultdict(set)
     for (step, ids), numbers in asked.items():
         for prompt in prompts:
-            if ids[: len(prompt)] == prompt:
+            if step < 2 and ids[: len(prompt)] == prompt:
                 by_group[step, prompt] |= numbers
     assert len(by_group) == 8 and all(len(numbers) == 1 for numbers in by_group.values())
     assert Counter(next(iter(numbers)) for numbers in by_group.values()) == {0: 4, 1: 4}
-    assert len(written) == 3  # two steps, and the probe of the first
-    assert trainer.rows("sync/servers") == [2, 2] and trainer.rows("rollout/restarted") == [0, 0]
-    assert max(trainer.rows("sync/logprob_difference")) < 1e-4
-    assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
-    versions = [requests.get(f"{s.url}/weight_info", timeout=10).json()["weight_version"] for s in servers]
-    assert versions == [trainer.weight_sync.pushed] * 2
-    assert_from_the_weights_of_its_version(trainer)
-    trainer.client.close()
-
-
-@pytest.mark.contract_server("a server dies")
-@needs_vllm
-def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
-    """Killed amid rollouts of step 2: the other one takes over what it had, step 4 has both again, nothing is lost."""
-    killed = threading.Event()
-
-    def seconds(expression):
-        if trainer.state.global_step == 2 and not killed.is_set():
-            killed.set()
-            servers[1].kill()
-        return 1.0
-
-    class Waits(Watched):
-        def _sync_weights(self):
-            if self.state.global_step == 4 and not servers[1].healthy():
-                servers[1].start().wait()
-            super()._sync_weights()
-
-    trainer = make_trainer(None, tmp_path, slow_calculator(seconds), trainer_class=Waits, max_steps=6,
-                           vllm_server_base_url=addresses(servers))  # fmt: skip
-    trainer.train()
-    assert trainer.state.global_step == 6 and [len(batch) for batch in trainer.batches] == [16] * 6
+    assert [step for step in written if step < 2] == [0, 0, 1]  # two steps, and the probe of the first
     assert trainer.rows("sync/servers") == [2, 2, 2, 1, 2, 2]
     restarted = trainer.rows("rollout/restarted")
-    assert restarted[:2] + restarted[3:] == [0] * 5 and restarted[2] <= 8  # of its own group at most
+    assert restarted[:2] + restarted[3:] == [0] * 5 and restarted[2] <= 8  # of its own groups at most
     assert trainer.weight_sync.num_syncs == 6  # what starts over needs no push: the other server holds the weights
     for batch in trainer.batches:
         assert [r.index for r in batch] == list(range(16))
         assert_whole(batch)
+    assert max(trainer.rows("sync/logprob_difference")) < 1e-4
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     assert_from_the_weights_of_its_version(trainer)
     assert f"{servers[1].url} is left out" in caplog.text and f"{servers[1].url} is back" in caplog.text
-    assert all(not requests.get(f"{s.url}/is_paused", timeout=10).json()["is_paused"] for s in servers)
+    for client, server in zip(trainer.client.servers, servers):
+        assert client.weight_version() == tagged(trainer.weight_sync.pushed, client.lineage) and not paused(server)
     trainer.client.close()
 
 

@@ -14,6 +14,7 @@ import vision_model
 from accelerate import Accelerator
 from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig, get_peft_model
+from project import ROOT
 from safetensors.torch import load_file
 from sglang_server import SGLangServer
 from test_images_by_server import logprobs_of, model_of, prompt_of
@@ -37,7 +38,6 @@ from mt_grpo_trainer import (
     parse_arguments,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 ANSWERS = json.loads(Path(__file__).with_name("sglang_answers.json").read_text(encoding="utf-8"))  # of SGLang 0.5.23
 PYTHON = os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
@@ -433,11 +433,6 @@ def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
         assert log["sampling/sampling_logp_difference/max"] < 2e-4, log
     if ahead:
         assert any(log.get("rollout/staleness_max", 0) >= 1 for log in logs)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,15 @@
 """Training with weights that FSDP2 shards over two gloo processes: against DDP, and against itself, resumed."""
 
 import functools
-import json
 import math
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import warm_python
 from peft import PeftModel
+from project import ROOT, json_lines
 from safetensors.torch import load_file
 from test_first_batch import recipe_file
 from transformers import AutoModelForCausalLM
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import mt_grpo_trainer as mt
 from mt_grpo.recipe.checks import check_processes
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU, FSDP2 = (ROOT / f"hf_recipes/accelerate/{name}.yaml" for name in ("cpu", "fsdp2"))
 WORKER = str(ROOT / "tests/sharded_worker.py")
 
@@ -65,7 +63,7 @@ def trained(tmp_path_factory):
 
 
 def steps(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "metrics.jsonl")
     return {row["step"]: [row[name] for name in ("loss", "grad_norm", "reward")] for row in rows if "reward" in row}
 
 
@@ -143,7 +141,7 @@ def check_the_kl(launch_sharded, folder):
     for step in (1, 2):
         assert found[step] == pytest.approx(expected[step], abs=1e-5)
     for out in (folder / "a/ddp", folder / "b/sharded"):
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        rows = json_lines(out / "metrics.jsonl")
         first, second = (next(row["kl"] for row in rows if row.get("step") == step and "kl" in row) for step in (1, 2))
         assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-4
 

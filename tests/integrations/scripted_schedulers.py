@@ -1,7 +1,6 @@
-"""Schedulers of ms-swift, run against a scripted policy, whose ids can be written by hand."""
+"""A scripted policy whose ids can be written by hand, for agents too, and schedulers of ms-swift run against it."""
 
-from pathlib import Path
-
+from project import ROOT
 from scripted import ScriptedTexts
 from transformers import AutoTokenizer
 
@@ -13,7 +12,6 @@ from mt_grpo.integrations.ms_swift.loss import loss_scale_map, read_loss_scale
 from mt_grpo.integrations.ms_swift.protocol import RolloutInferRequest
 from mt_grpo.integrations.ms_swift.schedulers import MultiTurnScheduler
 
-ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = ROOT / "../shared/data/plugins/ms_swift"
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
 END = [TOKENIZER.eos_token_id]

@@ -5,15 +5,14 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from project import ROOT
 from test_agents import TOKENIZER, ids, run
 from vllm_prompts import VllmPrompts
 
 from mt_grpo.rollout import StopReason
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/agents.md").read_text()
 ROW = {"question": "How much is 17 * 23?", "answer": "391"}
 THINKS = "<think>I compute.</think>Let me see.\n"

@@ -8,7 +8,6 @@ import sys
 import time
 import types
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import numpy
@@ -17,8 +16,8 @@ import psutil
 import pytest
 import warm_python
 from processes import alive, ends
-from scripted import ScriptedTexts
-from transformers import AutoTokenizer
+from project import ROOT
+from scripted_schedulers import TOKENIZER, ids, scripted, user
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
@@ -30,8 +29,6 @@ from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.rollout import StopReason
 from mt_grpo.training.batch import is_cut_off, trained_records
 
-ROOT = Path(__file__).resolve().parents[2]
-TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
 ADD = {
     "type": "function",
     "function": {
@@ -41,14 +38,6 @@ ADD = {
     },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>'
-
-
-def scripted(*turns, **settings):
-    return ScriptedTexts(*turns, **{"tokenizer": TOKENIZER, **settings})
-
-
-def ids(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
 def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, llm=None, fails=False, **settings):
@@ -71,10 +60,6 @@ def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, 
     llm.verify(rollout)
     assert all(turn.logprobs == [-j / 64 for j in range(len(turn.token_ids))] for turn in rollout.turns)
     return rollout, llm
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 async def ask(client, messages, **options):
@@ -1006,15 +991,6 @@ def test_commands_of_one_run_do_not_see_each_other(tmp_path):
     env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
     rollouts = env.generate([[]] * 2, scripted("1"), rows=[{}] * 2)["rollouts"]
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0], rollouts[0].error
-
-
-def test_that_commands_are_not_isolated_is_told(monkeypatch, caplog):
-    programs.apart.cache_clear()
-    monkeypatch.setattr(programs, "OWN_PROCESSES", ["--no-such-option"])
-    try:
-        assert not programs.apart() and "are not isolated from each other" in caplog.text
-    finally:
-        programs.apart.cache_clear()
 
 
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"

@@ -19,6 +19,7 @@ from mt_grpo.rollout import StopReason
 TOOL = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
 THINKS = "<think>Hm.</think>"
 ASKS = "<|im_start|>assistant\n"
+VISION_TEMPLATE = vision_model.HERMES_TEMPLATE
 
 
 def root(client):
@@ -289,22 +290,12 @@ def test_tokens_are_counted_and_nothing_is_spent():
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == 1.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"), template=vision_model.HERMES_TEMPLATE)
-
-
-@pytest.fixture
-def sees(folder):
-    return vision_model.reading(folder)
-
-
 def image(seed):
     _, _, data = images.uri(vision_model.picture(seed)).partition(",")
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
-def test_images_of_questions_and_of_results(folder, sees):
+def test_images_of_questions_and_of_results(folder, tokenizer):
     """Those of a result stand in a user's message after it, as from vLLM."""
     body = {"model": "policy", "max_tokens": 20, "messages": [
         user(text("Which "), image(1), text("?")), assistant(call()),
@@ -320,8 +311,8 @@ def test_images_of_questions_and_of_results(folder, sees):
         count = await own.messages.count_tokens(model="policy", messages=body["messages"])
         return float(count.input_tokens)
 
-    rollout, llm = images.run(agent, sees, "four", "six")
-    pictures = [sees.pictures.read(vision_model.picture(k), "") for k in (1, 2, 3)]
+    rollout, llm = images.run(agent, tokenizer, "four", "six")
+    pictures = [tokenizer.pictures.read(vision_model.picture(k), "") for k in (1, 2, 3)]
     begin = f"<|im_start|>user\nWhich {images.PLACE}?<|im_end|>\n{ASKS}\n<tool_call>\n"
     begin += '{"name": "add", "arguments": {}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nCorner:\n'
     begin += (

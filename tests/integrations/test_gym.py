@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from project import ROOT
 from scripted import ScriptedTexts
 from transformers import AutoTokenizer
 
@@ -17,7 +17,6 @@ from mt_grpo.integrations.gym.text import GymText
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import StopReason
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "hf_recipes/tiny/gym-model"
 LAKE = "hf_recipes/tiny/frozen_lake.yaml"
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)

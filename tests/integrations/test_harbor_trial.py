@@ -6,10 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from project import ROOT
 from scripted import QWEN3, Scripted, ids, make_tokenizer
 
 import mt_grpo_trainer as mt
@@ -17,7 +17,6 @@ from mt_grpo.recipe import plugins as choose
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import StopReason
 
-ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "tools/agents/harbor_trial.py"
 TOKENIZER = make_tokenizer(QWEN3)
 

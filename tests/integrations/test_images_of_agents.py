@@ -19,16 +19,7 @@ from mt_grpo.rollout import StopReason
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 ASKS = "<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"), template=vision_model.HERMES_TEMPLATE)
-
-
-@pytest.fixture
-def tokenizer(folder):
-    return vision_model.reading(folder)
+VISION_TEMPLATE = vision_model.HERMES_TEMPLATE
 
 
 def run(agent, tokenizer, *turns, row=None):

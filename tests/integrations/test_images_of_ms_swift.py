@@ -24,17 +24,8 @@ from mt_grpo.recipe.checks import check_images, longest_prompt
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 ASKS = "<|im_start|>assistant\n"
+VISION_TEMPLATE = vision_model.HERMES_TEMPLATE
 FOUR = f"{ASKS}four<|im_end|>\n<|im_start|>user\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"), template=vision_model.HERMES_TEMPLATE)
-
-
-@pytest.fixture
-def tokenizer(folder):
-    return vision_model.reading(folder)
 
 
 def run(step, tokenizer, *turns, row=None, **settings):

@@ -1,7 +1,6 @@
 """Tools of MCP servers: real ones over stdio and streamable HTTP; servers that die, hang, and say no."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -9,7 +8,7 @@ import time
 import psutil
 import pytest
 import vision_model
-from processes import ends
+from processes import ends, wait_for_port
 from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 from test_verl import build, converse, free_port, settings, write_yaml
@@ -178,7 +177,7 @@ def test_a_server_on_a_port(tmp_path, monkeypatch, transport, path, more):
 
     def start():
         processes.append(subprocess.Popen([entry["command"], *entry["args"]], stderr=subprocess.DEVNULL))
-        wait_for(port)
+        wait_for_port(port)
 
     def stop():
         processes[-1].terminate()
@@ -201,15 +200,6 @@ def test_a_server_on_a_port(tmp_path, monkeypatch, transport, path, more):
             assert talk(tools_of(tmp_path, {"sums": entry}), call("add", a=5))[0].observation == "6"
     finally:
         stop()
-
-
-def wait_for(port):
-    for _ in range(300):
-        with socket.socket() as caller:
-            if caller.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError("no server")
 
 
 @pytest.mark.contract("MCP")

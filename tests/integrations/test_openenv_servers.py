@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from pathlib import Path
 
 import pytest
 from bench.common import free_port
 from openenv_server import CALLS, Adds, Count, Served
+from project import ROOT, trained
 from scripted import QWEN3, Scripted, ids, make_tokenizer, verify
 
 import mt_grpo_trainer as mt
@@ -21,7 +21,6 @@ from mt_grpo.integrations.openenv.environment import ActionRefused
 from mt_grpo.recipe import plugins as choose
 from mt_grpo.rollout import StopReason, Turn
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = make_tokenizer(QWEN3)
 COLUMNS = {"type": "object", "required": ["column"], "properties": {"column": {"type": "integer"}}}
 
@@ -346,10 +345,7 @@ def test_a_real_server(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with started(python, "tools/openenv/frozen_lake.py", "--port") as url:
         assert play_lake(url).environment.state == {"episode_id": "e", "step_count": 2, "place": [1, 1]}
-        mt.main(["--config", "hf_recipes/tiny/openenv.yaml", "--openenv_url", url, "--max_steps", "2",
-                 "--output_dir", str(tmp_path / "out"), "--disable_tqdm", "true"])  # fmt: skip
-        history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
-        steps = [row for row in history if "reward" in row]
+        steps = trained("hf_recipes/tiny/openenv.yaml", tmp_path / "out", "--openenv_url", url, "--max_steps", 2)
         assert len(steps) == 2 and all(row["stop/environment_error"] == 0.0 for row in steps)
         assert all(row["rewards/FrozenLake/mean"] < 0.3 for row in steps)
     (tmp_path / "server.py").write_text(REAL_SERVER)

@@ -1,21 +1,18 @@
 """The table of integrations: each has its keys and says which recipes it runs."""
 
 import dataclasses
-import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import warm_python
+from project import ROOT, steps_of
 
 import mt_grpo_trainer as mt
 from mt_grpo.recipe import plugins as choose
 from mt_grpo.recipe.parse import make_absolute
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("keys, message", [
@@ -72,6 +69,5 @@ def test_another_package_is_installed_and_trained(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     (log,) = (tmp_path / "out").glob("rollouts*.jsonl")
     assert "Guess a number from 1 to 7." in log.read_text()
-    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
-    assert "rewards/Guess/mean" in state["log_history"][0]
+    assert "rewards/Guess/mean" in steps_of(tmp_path / "out")[0]
     assert refused.returncode == 1 and "guess_highest=0, expected a finite number in [1, inf)" in said

@@ -10,6 +10,7 @@ import golden_batch as golden
 import pytest
 import torch
 from accelerate import Accelerator
+from project import ROOT, json_lines
 from transformers import AutoTokenizer
 
 from mt_grpo.recipe.data import make_arithmetic, make_chain
@@ -21,7 +22,7 @@ from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
 def read_log(out):
-    return [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
+    return json_lines(out / "rollouts.rank0.jsonl")
 
 
 @pytest.mark.contract("MTGRPOEnvTrainer", "mt_grpo", "turn_return", "merged", "outcome")
@@ -468,7 +469,7 @@ def build(tmp_path, *arguments):
 
 
 def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(golden.ROOT)
+    monkeypatch.chdir(ROOT)
     for split in ("train", "test"):
         rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(12)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -481,7 +482,7 @@ def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
 
 def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path, monkeypatch):
     """A problem belongs to `test` if the CRC-32 of its expression is divisible by 10."""
-    monkeypatch.chdir(golden.ROOT)
+    monkeypatch.chdir(ROOT)
     trainer = build(tmp_path, "--dataset_size", "500", "--dataset_test_split", "test[:50]")
     train, test = trainer.train_dataset["question"][:], trainer.eval_dataset["question"][:]
     assert (len(train), len(test)) == (500, 50)

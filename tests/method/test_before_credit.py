@@ -1,31 +1,21 @@
 """What stands between rewards and credit, for a fork: the ideas of docs/forking.md, each in two places at most."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
+from project import ROOT
 from refill_run import make
+from server_run import calculator
 from test_trainer import settings as of_trainer
 
+from mt_grpo.recipe.plugins import import_file
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/forking.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.partition("## Between rewards and credit")[2], re.M | re.S)[:3]
-
-
-def calculator(expression: str) -> str:
-    """Evaluate a product.
-
-    Args:
-        expression: Such as `6 * 7`.
-    """
-    return "42"
 
 
 def fork(tmp_path, block):
@@ -37,10 +27,7 @@ def fork(tmp_path, block):
     source = source.replace(own, block + "\n")
     path = tmp_path / f"fork_{name}.py"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(str(path), "a fork")
 
 
 def settings(out, **changes):

@@ -1,28 +1,24 @@
 """The chain task: its problems, its tool, its rewards per turn, and the conversations that warmed its models up."""
 
-import importlib.util
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from build import chain as build
 from build.common import encode, pad_right
 from evaluate import load_recipe
+from project import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.recipe.data import make_chain
-from mt_grpo.recipe.plugins import load_state_key, load_tools
+from mt_grpo.recipe.plugins import import_file, load_state_key, load_tools
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 
-ROOT = Path(__file__).resolve().parents[2]
 (calculator,) = load_tools(str(ROOT / "tools/step_calculator.py"))
 state_key = load_state_key(str(ROOT / "tools/step_calculator.py"))
-spec = importlib.util.spec_from_file_location("chain_reward", ROOT / "rewards/chain_reward.py")
-rewards = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rewards)
+rewards = import_file(str(ROOT / "rewards/chain_reward.py"), "reward_fn")
 
 
 def test_every_value_of_a_chain_follows_from_the_one_before():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bench.common import free_port
 from fault_proxy import Fault, FaultProxy
+from project import ROOT
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -16,8 +17,6 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo_trainer import VLLMServerClient, main
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Two gloo processes against values written by hand, and against one: the same advantages, metrics and logs."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,9 @@ import golden_batch as golden
 import pytest
 import torch
 import warm_python
+from project import ROOT, json_lines, steps_of
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests/distributed_worker.py"
 CPU = ROOT / "hf_recipes/accelerate/cpu.yaml"
 
@@ -40,10 +39,9 @@ def test_accelerate_launches_the_script_by_a_recipe_and_keys(tmp_path, is_warm):
     assert done.returncode == 0, done.stderr[-3000:]
     groups = []
     for rank in (0, 1):
-        lines = (tmp_path / f"rollouts.rank{rank}.jsonl").read_text().splitlines()
-        groups.append([json.loads(line)["messages"][1]["content"] for line in lines])
+        groups.append([row["messages"][1]["content"] for row in json_lines(tmp_path / f"rollouts.rank{rank}.jsonl")])
     assert [len(group) for group in groups] == [4, 4] and [len(set(group)) for group in groups] == [1, 1]
-    (row,) = [row for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    (row,) = steps_of(tmp_path)
     assert row["step"] == 1 and row["grad_norm"] > 0
     saved = load_file(tmp_path / "model.safetensors")
     before = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from project import ROOT, json_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "mt_grpo_trainer.py"
 RECIPE = ROOT / "hf_recipes/tiny/calculator.yaml"
 WITHOUT_PATH = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -132,7 +132,7 @@ def test_the_estimator_of_the_page_trains(tmp_path):
     run = launch(tmp_path, copy, WITH_PATH, *further, recipe=recipe, python=warm_python.executable())
     output, _ = run.communicate(timeout=500)
     assert run.returncode == 0, output[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "out/rollouts.rank0.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "out/rollouts.rank0.jsonl")
     expected = {0: -1.1618, 1: -0.3873, 2: 0.3873, 3: 1.1618}
     assert [row["index"] for row in rows] == list(range(8))
     assert max(len(row["turn_advantages"]) for row in rows) > 1  # all turns of a rollout get the same

@@ -1,25 +1,23 @@
 """The forks of docs/forking.md: another conversation as a recipe key, or as a short file; each one trains."""
 
-import importlib.util
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from fault_proxy import Fault, FaultProxy
 from processes import ends
+from project import ROOT, json_lines
 from scripted import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
-from mt_grpo.recipe.plugins import load_class
+from mt_grpo.recipe.plugins import import_file, load_class
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/forking.md").read_text()
 ROWS = [{"prompt": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(4)]
 
@@ -58,10 +56,9 @@ def train(trainer) -> tuple[list[dict], list[dict]]:
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert any(not old.equal(new) for old, new in zip(before, trainer.model.parameters()))
-    log = (Path(trainer.args.output_dir) / "rollouts.rank0.jsonl").read_text().splitlines()
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert trainer.state.global_step == len(steps) == 2
-    return [json.loads(line) for line in log], steps
+    return json_lines(Path(trainer.args.output_dir) / "rollouts.rank0.jsonl"), steps
 
 
 class Says:
@@ -161,11 +158,7 @@ def fork(monkeypatch, tmp_path):
     assert source.count(behind) == 1
     path.write_text(source.replace(behind, f"{block}\n{behind}"))
     monkeypatch.setitem(TOOL_FORMATS, "block", None)  # gone behind the test
-    spec = importlib.util.spec_from_file_location("my_idea", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "my_idea", module)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(str(path), "a fork")
 
 
 def test_the_format_of_the_page_trains(fork, random_model, tmp_path):
@@ -303,7 +296,7 @@ def test_a_sandbox(random_model, tmp_path):
     rows, _ = train(trainer)
     said = [message["content"] for message in rows[0]["messages"] if message["role"] == "user"][1:]
     assert said == ["<result>\n36 characters written\n</result>", "<result>\n42 ['main.py']\n[exit code 0]\n</result>"]
-    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    seen = json_lines(tmp_path / "seen.jsonl")
     assert len({folder for folder, _ in seen}) == len(seen) == 8
     assert all(names == ["main.py"] for _, names in seen)
     assert not any(Path(folder).exists() for folder, _ in seen)

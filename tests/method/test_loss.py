@@ -1,16 +1,15 @@
 """The loss that the script shows is the loss that TRL optimises."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from project import ROOT
 from test_trainer import settings
 
 import mt_grpo_trainer as mt
+from mt_grpo.recipe.plugins import import_file
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, clipped_loss
 
 
@@ -70,19 +69,16 @@ def test_the_loss_that_is_shown_by_hand():
     assert clipped_loss(new, old, advantages, mask, importance, 0.1).item() == pytest.approx(-(2 + 1.1 - 0.45) / 3)
 
 
-def test_the_loss_of_the_page_is_trls_without_clipping(random_model, tmp_path, monkeypatch):
+def test_the_loss_of_the_page_is_trls_without_clipping(random_model, tmp_path):
     """docs/forking.md: a copy with this block trains as the script does if nothing is clipped, in several passes."""
-    root, copy = Path(__file__).resolve().parents[2], tmp_path / "my_loss.py"
-    source, page = (root / "mt_grpo_trainer.py").read_text(), (root / "docs/forking.md").read_text()
+    copy = tmp_path / "my_loss.py"
+    source, page = ((ROOT / name).read_text() for name in ("mt_grpo_trainer.py", "docs/forking.md"))
     (block,) = re.findall(r"^```python\n( {12}mask = .*?)^```$", page, re.M | re.S)
     line = "            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)\n"
     assert source.count(line) == 1
     copy.write_text(source.replace(line, block))
-    spec = importlib.util.spec_from_file_location("my_loss", copy)
-    monkeypatch.setitem(sys.modules, "my_loss", fork := importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(fork)
     logs = []
-    for module, epsilon in ((mt, 1e9), (fork, 0.2)):
+    for module, epsilon in ((mt, 1e9), (import_file(str(copy), "a fork"), 0.2)):
         values = dict(num_generations=4, max_completion_length=16, num_iterations=2, max_steps=4, epsilon=epsilon)
         trainer = module.MTGRPOEnvTrainer(
             random_model, module.MultiTurnToolEnv([], system_prompt=None), [],

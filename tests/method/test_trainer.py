@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections import deque
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,9 @@ import torch
 import trl
 import warm_python
 from datasets import Dataset
+from golden_batch import echo
 from peft import LoraConfig
+from project import ROOT, SMALL
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -40,17 +41,7 @@ from mt_grpo.run.in_flight import GroupInFlight
 from mt_grpo.training.rewards import state_numbers
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, turn_advantages
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
-
-
-def echo(text: str) -> str:
-    """Return the text.
-
-    Args:
-        text: What to return.
-    """
-    return text
 
 
 def length_reward(completion_ids, **kwargs):
@@ -64,11 +55,10 @@ def turn_reward(rollout_turns, **kwargs):
 
 def settings(tmp_path, **changes):
     values = dict(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=24, max_steps=2, logging_steps=1,
-        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=7, lr_scheduler_type="constant",
+        output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=4, max_completion_length=24,
+        max_steps=2, learning_rate=1e-3, seed=7, lr_scheduler_type="constant",
     )  # fmt: skip
-    return {**values, **changes}
+    return {**SMALL, **values, **changes}
 
 
 def make_trainer(model, tmp_path, cls=MTGRPOEnvTrainer, eval_dataset=None, peft_config=None, prompts=None, **changes):
@@ -396,12 +386,8 @@ CREDITS = [  # how turns are credited: estimator, scaling, coefficient, discount
 @pytest.mark.parametrize("name, scale, coef, discount, more", CREDITS)
 def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path, name, scale, coef, discount, more):
     """The advantages of a step are those of the pure function with the recipe's settings, each of which matters."""
-    args = settings(tmp_path, credit_assignment=name, turn_discount=discount, turn_advantage_coef=coef,
-                    scale_rewards=scale, **more)  # fmt: skip
-    trainer = TwoTurns(
-        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
-        args=MTGRPOConfig(**args), train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-    )  # fmt: skip
+    credit = dict(turn_discount=discount, turn_advantage_coef=coef, scale_rewards=scale, **more)
+    trainer = make_trainer(random_model, tmp_path, cls=TwoTurns, credit_assignment=name, **credit)
     trainer.model.train()
     output = trainer._generate_and_score_completions([trainer.train_dataset[i // 4] for i in range(8)])
     table, rollouts = trainer.batch.rewards, trainer.batch.rollouts
@@ -429,12 +415,6 @@ def test_gigpo_uses_the_keys_of_the_environment_and_turn_rewards_alone_train(ran
     assert len(table.state[table.sampled].unique()) == 1 and (table.state[table.sampled] >= 0).all()
     assert (table.state[~table.sampled] == -1).all() and not table.outcome.any()
     assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
-
-
-def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, monkeypatch):
-    trainer = make_trainer(random_model, tmp_path)
-    assert trainer.save_where_it_stopped() == "No step was completed, so there is nothing to save."
-    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def weights_of(trainer):

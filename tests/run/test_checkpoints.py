@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,9 @@ from datasets import Dataset
 from killed_worker import killed_and_resumed
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from processes import on_two_ranks
+from project import ROOT, steps_of
 from safetensors.torch import load_file, save_file
+from test_trainer import PROMPTS, echo, settings
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,18 +34,6 @@ from mt_grpo.run.checkpoints import (
 from mt_grpo.run.trainer import NotFinite, train_or_save
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main
 
-ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
-
-
-def echo(text: str) -> str:
-    """Return the text.
-
-    Args:
-        text: What to return.
-    """
-    return text
-
 
 def length_reward(completion_ids, trainer_state, **kwargs):
     return [(sum(ids) % 17) / 17 + (trainer_state.global_step == 2) for ids in completion_ids]
@@ -53,17 +42,13 @@ def length_reward(completion_ids, trainer_state, **kwargs):
 def make_trainer(
     model, folder, rewards=([], [length_reward]), prompts=PROMPTS, callbacks=None, trainer=None, **changes
 ):
-    values = dict(
-        output_dir=str(folder / "out"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=4, logging_steps=1,
-        learning_rate=1e-3, disable_tqdm=True, seed=7, lr_scheduler_type="constant", save_strategy="steps",
-        save_steps=2,
-    )  # fmt: skip
+    sizes = dict(per_device_train_batch_size=4, max_completion_length=16, max_steps=4)
+    values = {**sizes, "save_strategy": "steps", "save_steps": 2, **changes}
     return MTGRPOEnvTrainer(
         model,
         MultiTurnToolEnv([echo], system_prompt=None),
         *rewards,
-        args=MTGRPOConfig(**{**values, **changes}),
+        args=MTGRPOConfig(**settings(folder / "out", **values)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         eval_dataset=Dataset.from_dict({"prompt": prompts[:1]}) if "eval_strategy" in changes else None,
         callbacks=callbacks,
@@ -235,8 +220,7 @@ def unkilled(tmp_path_factory):
     """The log of a run that nobody kills."""
     folder = tmp_path_factory.mktemp("unkilled")
     main([*SMALL, "--output_dir", str(folder)])
-    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [row for row in log if "reward" in row]
+    return steps_of(folder)
 
 
 @pytest.mark.contract("kill")

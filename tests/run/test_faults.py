@@ -1,7 +1,6 @@
 """What goes wrong in a long run: servers that die or answer nonsense, full disks, slow or dead ranks, signals."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -21,11 +20,11 @@ from bench.common import VLLMServer
 from fault_proxy import Fault, FaultProxy, first
 from killed_worker import killed_and_resumed
 from processes import on_two_ranks
+from project import ROOT, json_lines, steps_of
 from server_run import (
     CONTEXT,
     FLAGS,
     MODEL,
-    ROOT,
     assert_from_the_weights_of_its_version,
     assert_whole,
     calculator,
@@ -35,7 +34,6 @@ from server_run import (
     make_trainer,
     needs_vllm,
     paused,
-    prompts_of,
     replace_server,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -332,12 +330,6 @@ def recipe_arguments(recipe, folder, *arguments):
             *map(str, arguments)]  # fmt: skip
 
 
-def history(folder):
-    """The log, once the run has ended by itself."""
-    rows = json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
-    return [row for row in rows if "reward" in row]
-
-
 @needs_vllm
 @pytest.mark.parametrize("where, timeout", [("push", 3), ("push", 3600), ("rollouts", 3)])
 def test_a_server_that_is_away_ends_the_run_saved(proxy, tmp_path, where, timeout):
@@ -368,7 +360,7 @@ def test_a_server_that_is_away_ends_the_run_saved(proxy, tmp_path, where, timeou
     if where == "rollouts":
         proxy.forget()
         run("--resume_from_checkpoint", saved)
-        rows = history(tmp_path)
+        rows = steps_of(tmp_path / "out")
         assert [row["step"] for row in rows] == [1, 2, 3, 4]
         assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
 
@@ -513,32 +505,6 @@ def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
     assert_from_the_weights_of_its_version(trainer)
 
 
-@pytest.mark.contract_server("late_groups")
-@needs_vllm
-def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
-    """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""
-
-    def is_held(trainer, rollout, number):  # for four steps, up to the last push
-        version = min(trainer.set_off[2 * number][0] + 5, 9)
-        return first_number(rollout) in (11, 18, 25) and trainer.held_version < version
-
-    trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=11, max_staleness=2,
-                           late_groups="admit", prompts=22)  # fmt: skip
-    trainer.train()  # an epoch: two prompts to a batch
-    trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 22 and not trainer.in_flight.groups
-    stale = [step + 1 - min(r.policy_version for r in batch) for step, batch in enumerate(trainer.batches)]
-    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * 11
-    assert max(stale) > 2 and trainer.rows("rollout/staleness_max") == stale
-    for batch in trainer.batches:
-        assert [r.index for r in batch] == list(range(16))
-        for rollout in batch:  # the row is of the prompt that was sampled from
-            left, right = re.findall(r"\d+", rollout.prompt_messages[-1]["content"])
-            assert rollout.row["answer"] == str(int(left) * int(right))
-    kinds = assert_from_the_weights_of_its_version(trainer)
-    assert kinds["first"] > 0 and kinds["later"] > 0
-
-
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["rollouts", "save"])
@@ -566,7 +532,7 @@ def whole(tmp_path_factory):
     """The log of a run in process that nothing interrupts."""
     folder = tmp_path_factory.mktemp("whole")
     main(recipe_arguments("calculator.yaml", folder))
-    return history(folder)
+    return steps_of(folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -593,7 +559,7 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
     assert f"stopped by {signum.name}" in said and f"--resume_from_checkpoint {saved}" in said
     assert "Traceback" not in said and "never awaited" not in said
     main([*arguments, "--resume_from_checkpoint", "last"])
-    resumed = history(tmp_path)
+    resumed = steps_of(tmp_path / "out")
     assert [row["step"] for row in resumed] == [row["step"] for row in whole] == [1, 2, 3, 4]
     for key in ("reward", "loss"):
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
@@ -666,7 +632,7 @@ def test_what_happens_to_one_rank_ends_both(server, tmp_path):
     message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"
     assert said.count(message) == 2, said[-3000:]
     assert said.count(f"Continue with --resume_from_checkpoint {saved}") == 2
-    rows = [row for row in json.loads((saved / "trainer_state.json").read_text())["log_history"] if "reward" in row]
+    rows = steps_of(saved)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert rows[0]["rollout/seconds"] > 0
@@ -713,7 +679,7 @@ def test_two_ranks_take_the_same_groups(server, tmp_path, late_groups, num_steps
     )  # fmt: skip
     code, said = on_two_ranks(worker(tmp_path), *arguments, NOTES=str(tmp_path / "notes"), SLOW_RANK="0.7")
     assert code == 0, said[-3000:]
-    ranks = [[json.loads(line) for line in (tmp_path / f"notes{rank}").read_text().splitlines()] for rank in (0, 1)]
+    ranks = [json_lines(tmp_path / f"notes{rank}") for rank in (0, 1)]
     asked, versions = [], []
     for one, other in zip(*ranks, strict=True):
         rows = one + other

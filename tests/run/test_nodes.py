@@ -1,23 +1,21 @@
 """Two launchers, as on two nodes: they train as one, stop together, go on exactly, and say what they do not share."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import warm_python
 from bench.common import free_port
+from project import ROOT, steps_of
 from safetensors.torch import load_file
 
 from mt_grpo.run.checkpoints import checkpoint_to_resume
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 CPU = ROOT / "hf_recipes/accelerate/cpu.yaml"
 PLUGIN = """
@@ -103,9 +101,8 @@ def train(folder, *arguments, **options):
 
 
 def steps(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: [row[key] for key in ("loss", "grad_norm", "reward", "num_tokens")] for row in rows
-            if "reward" in row}  # fmt: skip
+    keys = ("loss", "grad_norm", "reward", "num_tokens")
+    return {row["step"]: [row[key] for key in keys] for row in steps_of(folder)}
 
 
 def to_trainer_1(nodes):

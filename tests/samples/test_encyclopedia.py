@@ -1,20 +1,17 @@
 """The task with search: the encyclopedia, its questions in the real index, the model and what warmed it up."""
 
-import json
 import os
 import random
 from collections import Counter
-from pathlib import Path
 from statistics import mean
 
 import pytest
 from build import search as build
 from evaluate import evaluate, load_recipe
+from project import ROOT, json_lines, trained
 
-import mt_grpo_trainer as mt
 from tools.wiki_search import wiki_search
 
-ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "hf_recipes/tiny/encyclopedia"
 FACTS = build.make_facts()
 
@@ -32,7 +29,7 @@ def own_index(tmp_path_factory, monkeypatch):
 
 
 def rows_of(split: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
+    return json_lines(DATA / f"{split}.jsonl")
 
 
 def test_the_files_are_what_the_generator_makes(tmp_path):
@@ -82,8 +79,6 @@ def test_the_bundled_model_can_search_and_often_does_it_badly():
 @pytest.mark.timeout(3600)
 def test_the_model_learns_to_search(tmp_path):
     """The whole recipe: two minutes on two cores."""
-    mt.main(["--config", build.RECIPE, "--output_dir", str(tmp_path), "--disable_tqdm", "true"])
-    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    exact = [row["rewards/exact_match_reward_func/mean"] for row in history if "reward" in row]
+    exact = [row["rewards/exact_match_reward_func/mean"] for row in trained(build.RECIPE, tmp_path)]
     assert len(exact) == 75 and mean(exact[:2]) < 0.5 and mean(exact[-10:]) > 0.8
     assert evaluate(str(tmp_path), build.RECIPE, 256, progress=False)["exact_match"] > 0.8

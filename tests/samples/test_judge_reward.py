@@ -1,22 +1,21 @@
 """The judge's rewards against a real HTTP server on this machine that answers, fails and hangs as each test says."""
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import re
 import socket
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fault_proxy import Fault, FaultProxy
+from project import ROOT
 
+from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from mt_grpo.training.rewards import check_reward_values, run_rewards
 
-PATH = Path(__file__).resolve().parents[2] / "rewards/judge_reward.py"
 KEY = "sk-secret-0123456789"
 
 
@@ -66,10 +65,7 @@ def server(monkeypatch):
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("judge_reward", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(str(ROOT / "rewards/judge_reward.py"), "reward_fn")
 
 
 @pytest.fixture

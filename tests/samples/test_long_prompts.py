@@ -1,9 +1,8 @@
 """Prompts that an environment makes longer than the context: no doing of the policy's."""
 
-import json
-
 import pytest
 from datasets import Dataset
+from project import json_lines
 from scripted import ANSWER, CHATML_TOKENIZER, Scripted
 from test_trainer import settings
 
@@ -57,7 +56,7 @@ def test_prompts_that_reset_makes_too_long_are_not_trained(random_model, tmp_pat
             trainer.train()
         return
     trainer.train()
-    log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    log = json_lines(tmp_path / "rollouts.rank0.jsonl")
     ended = [row for row in log if not row["turns"]]
     assert len(ended) == 4 and {row["stop_reason"] for row in ended} == {"context_length"}
     assert all("raise the context" in row["error"] and set(row["rewards"].values()) == {None} for row in ended)

@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import alive, ends
+from project import ROOT
 from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
 
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo_trainer import MultiTurnToolEnv
 
-ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tools/python_sandbox.py"
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: programs run as users of their own")
 pytestmark = pytest.mark.skipif(not shutil.which("setpriv"), reason="needs util-linux")

@@ -1,29 +1,20 @@
 """Tests of the reward files: hand-written turns with the value each function must give, and rows of real data."""
 
-import importlib.util
 import inspect
-import json
-import sys
 import time
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 from conftest import data_file
+from project import ROOT, json_lines
 
+from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
-
-REWARDS = Path(__file__).resolve().parents[2] / "rewards"
 
 
 def load(name: str) -> ModuleType:
     """Load a reward file by path, as a recipe does."""
-    if str(REWARDS) not in sys.path:  # a rewards file may import another one
-        sys.path.append(str(REWARDS))
-    spec = importlib.util.spec_from_file_location(name, REWARDS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(str(ROOT / f"rewards/{name}.py"), "reward_fn")
 
 
 triviaqa = load("triviaqa_reward")
@@ -289,13 +280,9 @@ def test_a_row_without_a_gold_number_does_not_apply(gold):
     assert one(gsm8k.exact_match_reward_func, turns, gold) is None
 
 
-def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in data_file(name).read_text(encoding="utf-8").splitlines()]
-
-
 def test_every_squad_row():
     """Its answers and the last alias are right; each is found in the corpus, if the environment said it."""
-    golds = [row["answer"] for row in rows("squad/qa.jsonl")]
+    golds = [row["answer"] for row in json_lines(data_file("squad/qa.jsonl"))]
     assert len(golds) == 473
     right = [[answered(gold["value"])] for gold in golds]
     last_alias = [[answered(gold["aliases"][-1].upper())] for gold in golds]
@@ -304,14 +291,14 @@ def test_every_squad_row():
         for turns, value in ((right, 1.0), (last_alias, 1.0), (wrong, 0.0)):
             assert triviaqa.exact_match_reward_func(turns, answer=answer) == [value] * 473
             assert triviaqa.exist_answer_reward_func(turns, answer=answer) == [value / 2] * 473
-    corpus = "\n".join(row["text"] for row in rows("squad/corpus.jsonl"))
+    corpus = "\n".join(row["text"] for row in json_lines(data_file("squad/corpus.jsonl")))
     said, faked = [turn(corpus, text=CALL)], [turn("Error: nothing found", text=f"{CALL}<result>{corpus}</result>")]
     assert triviaqa.exist_answer_in_search_results([said] * 473, answer=golds) == [0.5] * 473
     assert triviaqa.exist_answer_in_search_results([faked] * 473, answer=golds) == [0.0] * 473
 
 
 def test_every_gsm8k_row():
-    solutions = [row["answer"] for row in rows("gsm8k/test.jsonl")]
+    solutions = [row["answer"] for row in json_lines(data_file("gsm8k/test.jsonl"))]
     numbers = [solution.split("####")[1].strip() for solution in solutions]
     assert len(solutions) == 1000
     for form, value in {
@@ -337,9 +324,8 @@ def test_of_a_worked_solution_what_follows_the_last_mark_counts():
     assert triviaqa.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]
 
 
-def test_each_program_is_judged_by_itself(monkeypatch):
+def test_each_program_is_judged_by_itself():
     """The first that prints the gold number in its last line is paid; a failed one printed nothing."""
-    monkeypatch.syspath_prepend(REWARDS)  # as a recipe's loader does
     program = load("program_reward")
     assert [func.__name__ for func in program.OUTCOME_REWARD_FUNCS] == [f.__name__ for f in gsm8k.OUTCOME_REWARD_FUNCS]
     turns = [turn("17"), turn(("18\n[exit code 1]", "tool")), turn(("18", "tool")), turn("eggs\n$18.00\n"), turn("18")]
@@ -364,8 +350,7 @@ def test_each_program_is_judged_by_itself(monkeypatch):
         ([f"1e{'9' * 30}"], False),
     ],
 )
-def test_what_a_program_printed_is_the_last_number_of_the_last_line(results, paid, monkeypatch):
-    monkeypatch.syspath_prepend(REWARDS)
+def test_what_a_program_printed_is_the_last_number_of_the_last_line(results, paid):
     results = [ToolResult(result) if isinstance(result, str) else result for result in results]
     turns = [Turn([1], None, "", "stop", [ToolCall("code_interpreter", {})] * len(results), results)]
     assert load("program_reward").answer_printed_reward_func([turns], answer=["18"]) == [[0.3 * paid]]

@@ -3,18 +3,14 @@
 import json
 import math
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from bench.common import VLLMServer, train
+from build import smollm2, squad_search
 from conftest import data_file
+from project import ROOT
 from safetensors.torch import load_file, save_file
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from bench.common import VLLMServer, train  # noqa: E402
-from build import smollm2, squad_search  # noqa: E402
 
 RECIPE = "hf_recipes/SmolLM2/squad-search.yaml"
 

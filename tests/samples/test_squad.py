@@ -2,27 +2,19 @@
 
 import json
 import re
-import sys
 import zlib
-from pathlib import Path
 
 import pytest
+from build import squad_search
 from conftest import data_file
+from project import json_lines
 from test_rewards import load
 
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from tools.wiki_search import wiki_search
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from build import squad_search  # noqa: E402
-
 squad = load("squad_reward")
 GOLD = {"value": "the Duke of Normandy", "aliases": ["the Duke of Normandy", "William I"]}
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def search(*texts, error=None):
@@ -89,10 +81,10 @@ def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
     folder = data_file("squad/qa.jsonl").parent
     squad_search.main([str(tmp_path / "out"), "--source", str(folder)])
     assert capsys.readouterr().out.startswith("train: 373 questions\ntest: 100 questions\n126 passages;")
-    rows = {split: read(tmp_path / f"out/{split}.jsonl") for split in ("train", "test")}
+    rows = {split: json_lines(tmp_path / f"out/{split}.jsonl") for split in ("train", "test")}
     asked = {split: {row["question"] for row in rows[split]} for split in rows}
     assert not asked["train"] & asked["test"] and len(asked["train"]) == 373
-    given = {row["question"]: row["answer"] for row in read(folder / "qa.jsonl")}
+    given = {row["question"]: row["answer"] for row in json_lines(folder / "qa.jsonl")}
     assert all(row["answer"] == given[row["question"]] for split in rows.values() for row in split)
     assert (tmp_path / "out/corpus.jsonl").read_text().count("\n") == 126
     squad_search.main([str(tmp_path / "again"), "--source", str(folder)])
@@ -121,12 +113,12 @@ def test_sentences_are_passages_without_a_title(source, tmp_path, monkeypatch):
     """The whole passages stand beside them, and the questions are the same."""
     for name, options in (("whole", ()), ("one", ("--sentences", "1")), ("two", ("--sentences", "2"))):
         squad_search.main([str(tmp_path / name), "--source", source, *options])
-    assert read(tmp_path / "one/passages.jsonl") == read(tmp_path / "whole/corpus.jsonl") == PASSAGES
+    assert json_lines(tmp_path / "one/passages.jsonl") == json_lines(tmp_path / "whole/corpus.jsonl") == PASSAGES
     assert not (tmp_path / "whole/passages.jsonl").exists()
     texts = ["Rollo led.", "They came by St. Malo in 911.", "He was paid (well).", "He stayed!"]
     for name, count in (("one", 1), ("two", 2)):
         sentences = [" ".join(texts[k : k + count]) for k in range(5 - count)]
-        assert read(tmp_path / name / "corpus.jsonl") == [
+        assert json_lines(tmp_path / name / "corpus.jsonl") == [
             *({"id": f"Normans-0.{k}", "title": "", "text": text} for k, text in enumerate(sentences)),
             {"id": "Rome-0.0", "title": "", "text": "It burnt."},
         ]
@@ -154,10 +146,10 @@ def test_rows_of_squads_own_form(tmp_path, monkeypatch):
     ]  # fmt: skip
     monkeypatch.setattr(squad_search, "from_hub", lambda: squad_search.from_squad(rows))
     squad_search.main([str(tmp_path), "--titles", "New York"])
-    assert read(tmp_path / "corpus.jsonl") == [
+    assert json_lines(tmp_path / "corpus.jsonl") == [
         {"id": f"New York-{k}", "title": "New York", "text": f"New_York {k}."} for k in range(2)
     ]
-    questions = read(tmp_path / "train.jsonl") + read(tmp_path / "test.jsonl")
+    questions = json_lines(tmp_path / "train.jsonl") + json_lines(tmp_path / "test.jsonl")
     assert sorted(row["question"] for row in questions) == [f"New_York {k}?" for k in (1, 2, 3)]
     assert all(row["answer"] == {"value": "one", "aliases": ["one", "two"]} for row in questions)
     assert {row["question"][-2]: row["passage"] for row in questions} == {
@@ -172,5 +164,5 @@ def test_questions_of_articles_are_told_by_their_passage():
     passages = [{"id": title, "title": title, "text": "x"} for title in ("Normans", "Rome")]
     questions = [{"question": "Who?", "answer": "He"}]
     assert squad_search.of_titles(passages, questions, ["Normans", "Rome"]) == (passages, questions)
-    with pytest.raises(ValueError, match="no `id` of its passage"):
+    with pytest.raises(KeyError, match="passage"):
         squad_search.of_titles(passages, questions, ["Normans"])

@@ -1,15 +1,11 @@
 """The bundled calculator model of the format hermes calls its tool, and learns."""
 
-import json
-from pathlib import Path
 from statistics import mean
 
 import pytest
 from evaluate import evaluate
+from project import ROOT, trained
 
-import mt_grpo_trainer as mt
-
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "hf_recipes/tiny/calculator-hermes.yaml"
 
 
@@ -24,9 +20,7 @@ def test_the_hermes_model_calls_its_tool_and_has_room_to_learn():
 def test_the_hermes_model_learns(tmp_path, monkeypatch):
     """The whole recipe: minutes on two cores."""
     monkeypatch.chdir(ROOT)
-    mt.main(["--config", RECIPE, "--output_dir", str(tmp_path), "--disable_tqdm", "true"])
-    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    steps = [row for row in history if "reward" in row]
+    steps = trained(RECIPE, tmp_path)
     exact = [row["rewards/exact_match_reward_func/mean"] for row in steps]
     assert len(exact) == 75 and mean(exact[:3]) < 0.6 and mean(exact[-10:]) > 0.8
     failures = [row["tools/failure_frequency"] for row in steps]

@@ -1,18 +1,15 @@
-"""The tiny models learn tools that come by YAML, from an MCP server and as programs, and not by shuffled rewards."""
+"""The tiny models learn tools of every kind, and not by shuffled rewards; games of gymnasium; and through agents."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from statistics import mean
 
+import evaluate
 import pytest
-import requests
 import yaml
+from processes import wait_for_port
+from project import ROOT, trained
 
-import mt_grpo_trainer as mt
-
-ROOT = Path(__file__).resolve().parents[2]
 # Each value goes to another rollout of the batch, so their mean, which is logged, is that of the real rewards.
 SHUFFLED = """
 import functools, importlib.util, random
@@ -44,12 +41,7 @@ def search_server():
     command = [sys.executable, "scripts/serve_search.py", "--corpus", "hf_recipes/tiny/towns/corpus.jsonl"]
     process = subprocess.Popen([*command, "--port", "8010"], cwd=ROOT)
     try:
-        for _ in range(300):
-            try:
-                requests.get("http://127.0.0.1:8010/health", timeout=1).raise_for_status()
-                break
-            except requests.RequestException:
-                assert process.poll() is None
+        wait_for_port(8010)
         yield
     finally:
         process.terminate()
@@ -58,9 +50,7 @@ def search_server():
 
 def exact_match(recipe, folder, *arguments):
     """Per step."""
-    mt.main(["--config", recipe, "--output_dir", str(folder), "--disable_tqdm", "true", *arguments])
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [row["rewards/exact_match_reward_func/mean"] for row in history if "reward" in row]
+    return [row["rewards/exact_match_reward_func/mean"] for row in trained(recipe, folder, *arguments)]
 
 
 @pytest.mark.slow
@@ -82,3 +72,50 @@ def test_the_model_learns_a_tool(name, tmp_path, monkeypatch, request):
     first, last, flat = mean(values[:5]), mean(values[-10:]), mean(shuffled[-10:])
     print(f"{name}: {first:.2f} -> {last:.2f} in {len(values)} steps; shuffled {mean(shuffled[:5]):.2f} -> {flat:.2f}")
     assert last > first + 0.2 and flat < first + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("recipe, name, episodes, before, after", [
+    ("blackjack", "Blackjack-v1", 5000, -0.3, -0.15),  # 5,000 hands have a standard error of 0.014
+    ("frozen_lake", "FrozenLake-v1", 1000, 0.05, 0.8),  # docs/credit.md has five other seeds
+])  # fmt: skip
+def test_the_model_learns_a_game(tmp_path, monkeypatch, recipe, name, episodes, before, after):
+    """`before` is the most and `after` the least mean return."""
+    monkeypatch.chdir(ROOT)
+    path = f"hf_recipes/tiny/{recipe}.yaml"
+    trained(path, tmp_path)
+    models = "hf_recipes/tiny/gym-model", str(tmp_path)
+    results = [evaluate.evaluate(model, path, episodes, progress=False) for model in models]
+    returns = [result["rewards"]["outcome"][name] for result in results]
+    print("before, after:", *returns)
+    assert returns[0] < before and returns[1] > after
+
+
+AGENT_RECIPE = "hf_recipes/tiny/agent.yaml"
+STEPS = 25
+AGENTS = {
+    "openai": "tools/agents/calculator.py:solve",
+    "langgraph": "tools/agents/calculator_langgraph.py:solve",
+    "openai-agents": "tools/agents/calculator_openai_agents.py:solve",
+    "openai-agents, responses": "tools/agents/calculator_openai_agents.py:respond",
+}
+
+
+def exact_match_through(agent, folder, seed):
+    """The share of right answers, per step."""
+    steps = trained(AGENT_RECIPE, folder, "--agent", agent, "--seed", seed, "--max_steps", STEPS)
+    assert len(steps) == STEPS and all(row["stop/agent_error"] == row["stop/agent_timeout"] == 0.0 for row in steps)
+    assert all(row["records/mean"] == 1.0 for row in steps)  # every history was repeated as it was sampled
+    return [row[f"rewards/{agent.rpartition(':')[2]}/mean"] for row in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", AGENTS)
+def test_the_model_learns_through_an_agent(name, tmp_path, monkeypatch):
+    """Over three seeds, from the first three steps to the last five."""
+    monkeypatch.chdir(ROOT)
+    exact = [exact_match_through(AGENTS[name], tmp_path / str(seed), seed) for seed in (42, 43, 44)]
+    gains = [mean(each[-5:]) - mean(each[:3]) for each in exact]
+    assert mean(gains) > 0.2, gains

@@ -1,7 +1,5 @@
 """The zoom task: its pictures, its environment, its rewards, and that the bundled model learns by what it sees."""
 
-import json
-from pathlib import Path
 from statistics import mean
 
 import evaluate
@@ -9,6 +7,7 @@ import explain_credit
 import pytest
 from build import zoom as build
 from PIL import Image
+from project import ROOT, json_lines, trained
 from scripted import Scripted, call
 from transformers import AutoConfig, AutoTokenizer
 
@@ -19,7 +18,6 @@ from mt_grpo.recipe.plugins import load_environment, load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from tools.zoom import CORNERS, Zoom, crop
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "hf_recipes/tiny/zoom.yaml"
 DATA = ROOT / "hf_recipes/tiny/zoom"
 MODEL = ROOT / "hf_recipes/tiny/zoom-model"
@@ -38,7 +36,7 @@ def tokenizer():
 
 
 def rows_of(split):
-    return [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
+    return json_lines(DATA / f"{split}.jsonl")
 
 
 def environment_of(image):
@@ -131,13 +129,10 @@ def test_the_model_takes_left_for_right(project_folder):
 
 
 def test_two_steps_of_the_recipe(tmp_path, project_folder):
-    flags = ["--max_steps", "2", "--per_device_train_batch_size", "16", "--disable_tqdm", "true"]
-    mt.main(["--config", RECIPE, "--output_dir", str(tmp_path), *flags])
-    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    steps = [row for row in history if "reward" in row]
+    steps = trained(RECIPE, tmp_path, "--max_steps", 2, "--per_device_train_batch_size", 16)
     assert len(steps) == 2 and all(row["grad_norm"] > 0 for row in steps)
     assert all(0 < row["rewards/right_corner_reward_func/mean"] < 0.5 for row in steps)
-    log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    log = json_lines(tmp_path / "rollouts.rank0.jsonl")
     crops = [m["content"] for row in log for m in row["messages"] if m["content"].startswith("<result>\n<image ")]
     assert len(crops) > 8 and len(set(crops)) > 2
 
@@ -150,10 +145,9 @@ def test_the_explanation_of_its_credit_names_pictures(project_folder):
 
 def exact_match(folder):
     """Per step."""
-    mt.main(["--config", RECIPE, "--output_dir", str(folder), "--disable_tqdm", "true"])
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     names = ("rewards/exact_match_reward_func/mean", "rewards/right_corner_reward_func/mean")
-    return [[row[name] for row in history if "reward" in row] for name in names]
+    steps = trained(RECIPE, folder)
+    return [[row[name] for row in steps] for name in names]
 
 
 @pytest.mark.slow

@@ -1,14 +1,10 @@
 """The study of the real model: what a run is asked for, what is kept, and the report, from made-up results."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from bench import real_model as bench  # noqa: E402
+from bench import real_model as bench
+from project import ROOT
 
 
 def figures(exact, found=0.25):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from bench import rollout as bench
 from bench.common import markers
+from scripted import add
 from transformers import AutoTokenizer
 
 from mt_grpo.rollout import Generation, StopReason
@@ -17,21 +18,12 @@ BEGIN, END = markers("rollout")
 TINY = bench.common.ROOT / "hf_recipes/tiny/calculator-model"
 
 
-def adder(a: int) -> str:
-    """Add one.
-
-    Args:
-        a: A number.
-    """
-    return str(a + 1)
-
-
 class Scripted:
     """Calls the tool in the first turn and answers in the second; notes when it was asked."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.asked = tokenizer, []
-        self.texts = ['<tool>{"name": "adder", "args": {"a": 1}}</tool>', "<answer>2</answer>"]
+        self.texts = ['<tool>{"name": "add", "args": {"a": 1, "b": 1}}</tool>', "<answer>2</answer>"]
 
     async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
         self.asked.append((time.perf_counter(), len(prompt_ids)))
@@ -47,7 +39,7 @@ def tokenizer():
 
 
 def scripted(tokenizer, waits):
-    env = MultiTurnToolEnv([bench.delayed(adder, waits)], None, tokenizer=tokenizer, max_turn_tokens=64)
+    env = MultiTurnToolEnv([bench.delayed(add, waits)], None, tokenizer=tokenizer, max_turn_tokens=64)
     return env, bench.recorder(Scripted(tokenizer))
 
 

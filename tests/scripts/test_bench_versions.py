@@ -1,15 +1,11 @@
 """The suite with other versions: which versions are asked for (the table: tests/docs/test_docs.py)."""
 
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from bench import versions as bench
 from packaging.requirements import Requirement
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from bench import versions as bench  # noqa: E402
+from project import ROOT
 
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 pytestmark = pytest.mark.skipif('"trl>=1.16,<' not in PROJECT, reason="a copy with other limits")

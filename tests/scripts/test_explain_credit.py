@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import explain_credit as ex
 import pytest
 from explain_credit import GroupCredit
+from project import ROOT
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.reports.rollout_log import token_texts
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "hf_recipes/tiny/calculator.yaml"
 EVIL = '</span><script>alert(1)</script><img src=x onerror="alert(2)">\'" &lt;b&gt; --> \x1b[31m\x00\u202e\ud800'
 

@@ -1,24 +1,17 @@
 """Data for supervised training of a run's rollouts: the very ids, and 1 for what the loss had; what TRL trains."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
+import export_sft
 import pytest
 import yaml
 from datasets import load_dataset
+from project import ROOT, json_lines
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports.rollout_log import read_rollouts, write_rollouts
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-spec = importlib.util.spec_from_file_location("export_sft", ROOT / "scripts/export_sft.py")
-export_sft = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(export_sft)
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 EXAMPLE = [
@@ -65,7 +58,7 @@ def run(tmp_path_factory):
 
 def exported(run, path, *options):
     export_sft.main([str(run[0]), str(path), *map(str, options)])
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return json_lines(path)
 
 
 @pytest.mark.contract("export_sft")

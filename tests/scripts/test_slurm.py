@@ -1,7 +1,6 @@
 """The job for Slurm: its script by shellcheck, and what it does with stand-ins for the commands of Slurm."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,9 +18,9 @@ import pytest
 import warm_python
 from bench.common import free_port
 from processes import ends
+from project import ROOT, json_lines, steps_of
 from test_nodes import ARGUMENTS, PLUGIN
 
-ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "hf_recipes/slurm/train.sbatch"
 STAND_IN = ROOT / "tests/slurm_stand_in.py"
 SMALL = [*ARGUMENTS[2:]]  # without the recipe, which the job gets by RECIPE
@@ -127,8 +126,7 @@ class Job:
 
     def steps(self) -> list[int]:
         file = self.folder / "out/metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        return [row["step"] for row in rows if "reward" in row]
+        return [row["step"] for row in json_lines(file) if "reward" in row] if file.is_file() else []
 
     def wait_for_step(self, step: int, seconds: float = 150.0) -> None:
         self.wait_for(lambda: step in self.steps(), seconds)
@@ -185,13 +183,6 @@ def test_a_signal_to_the_job_saves_the_run(tmp_path, stand_in_python, number, bu
     assert job.said().count("the run saves itself") == 1, job.said()
     assert (tmp_path / "requeued").exists() == requeued
     assert not list(job.steps_that_run.iterdir())
-
-
-def test_a_job_of_the_wrong_size_is_refused(tmp_path, stand_in_python):
-    nodes = {"RECIPE": "x.yaml", "NODES_TRAIN": "2", "NODES_SERVE": "2"}
-    with Job(tmp_path, 3, python=stand_in_python, **nodes) as job:
-        assert job.process.wait(150) != 0
-    assert "NODES_SERVE=2, and the job has 3 nodes" in job.said() and not (tmp_path / "out").exists()
 
 
 def test_the_job_has_its_nodes_for_itself():
@@ -273,8 +264,7 @@ def test_the_whole_job_with_a_server_on_a_node_of_its_own(tmp_path):
         assert job.process.wait(280) == 0, job.said()[-4000:]
     assert f"slurm: servers: http://127.0.0.3:{port}\nslurm: trainers: 127.0.0.1 127.0.0.2\n" in job.said()
     assert job.steps() == [1, 2, 3, 4]
-    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows if "reward" in row)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps_of(tmp_path / "out"))
     log = (tmp_path / "out/vllm_server.127.0.0.3.0.log").read_text()
     assert "serve: vLLM on the CPU, http://127.0.0.3" in log
     for pid in map(int, re.findall(r"pid=(\d+)", log)):

@@ -16,6 +16,7 @@ import view_rollouts
 import warm_python
 from aiohttp import web
 from PIL import Image
+from project import ROOT
 from viewer import log as viewer_log
 from viewer.log import LogReader
 
@@ -23,7 +24,6 @@ from mt_grpo.base.event_loop import run_async
 from mt_grpo.reports import rollout_log
 from mt_grpo.reports.rollout_log import write_rollouts
 
-ROOT = Path(__file__).resolve().parents[2]
 LOG = "rollouts.rank0.jsonl"
 EVIL = '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 1">\'" \x1b[31m\x00\u202e'
 

@@ -1,12 +1,12 @@
 """A corpus for tools/wiki_search.py from a copy of TriviaQA's evidence in its schema: whole, stopped, bad input."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 from build import wiki_corpus
 from datasets import Dataset, Features, List, Value
+from project import json_lines
 
 from tools.wiki_search import wiki_search
 
@@ -57,14 +57,10 @@ def hub(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_the_evidence_pages_become_a_corpus_that_the_tool_finds(hub, tmp_path, monkeypatch, capsys):
     output = tmp_path / "data/wiki.jsonl"
     wiki_corpus.main([str(output), "--dataset", str(hub)])
-    rows = rows_of(output)
+    rows = json_lines(output)
     assert {row["title"] for row in rows} == {*(f"Town {i}" for i in range(4)), "Rollo", "Danube"}
     assert [row["id"] for row in rows if row["title"] == "Rollo"] == ["Rollo-0", "Rollo-1"]  # once, of four
     words = [len(row["text"].split()) for row in rows if row["title"].startswith("Town")]
@@ -81,7 +77,7 @@ def test_the_evidence_pages_become_a_corpus_that_the_tool_finds(hub, tmp_path, m
 
 def test_other_data_sets_name_their_columns(hub, tmp_path):
     wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(hub), *OF_PAGES, "--title", "title", "--text", "text"])
-    (row,) = rows_of(tmp_path / "a")
+    (row,) = json_lines(tmp_path / "a")
     assert row == {"id": "Seine-0", "title": "Seine", "text": "It runs through Paris. It is long."}
     hotpot = {"context": {"title": ["Loire", "Po"], "sentences": [["It is long."], ["So", " is it."]]}}
     pairs = [("Loire", "It is long."), ("Po", "So  is it.")]
@@ -124,30 +120,6 @@ def test_a_corpus_that_was_stopped_goes_on(hub, tmp_path, monkeypatch, capsys):
         pages = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[:-1]]
         assert pages == sorted(pages) and (pages[0] > 0) == (stop > 0)  # it did not begin again
         assert not list(tmp_path.glob(f"stopped-{stop}.*"))
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--title", "entity_pages.name"], ["--config", "rc.web"], ["--dataset", "/nowhere/data"]]
-)
-def test_what_is_no_corpus_is_one_sentence(arguments, hub, tmp_path):
-    output = tmp_path / "wiki.jsonl"
-    with pytest.raises(SystemExit, match="^error: no corpus from [^\n]*$"):
-        wiki_corpus.main([str(output), "--dataset", str(hub), *arguments])
-    assert not output.exists() and not any(path.stat().st_size for path in tmp_path.glob("*.part"))
-
-
-def test_a_network_that_ends_in_the_middle(hub, tmp_path):
-    """The same command goes on."""
-    lost = hub / "rc.wikipedia/train-1.parquet"
-    content = lost.read_bytes()
-    lost.write_bytes(content[:100])
-    with pytest.raises(SystemExit, match="reading stopped: .* Run the same command again to continue."):
-        wiki_corpus.main([str(tmp_path / "a"), "--dataset", str(hub)])
-    assert not (tmp_path / "a").exists()
-    lost.write_bytes(content)
-    for name in "ab":
-        wiki_corpus.main([str(tmp_path / name), "--dataset", str(hub)])
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 @pytest.mark.parametrize("state", [None, '{"of', "{}"])

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from project import json_lines
 from server_run import (
     Watched,
     assert_from_the_weights_of_its_version,
@@ -85,8 +86,7 @@ def test_admission_refills_from_what_is_in_flight(server, tmp_path):
     assert second.asked[: len(begun)] == begun and asked == (order * 9)[: len(asked)]
     trained = [prompt for step in range(5) for prompt in (first.trained | second.trained)[step]]
     assert len(trained) == 10 and not dead & set(trained)
-    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["mode"] == "dropped"]
+    rows = [row for row in json_lines(tmp_path / "rollouts.rank0.jsonl") if row["mode"] == "dropped"]
     early, late = (
         [row["messages"][1]["content"] for row in rows if (row["step"] < 2) == k][::8] for k in (True, False)
     )
@@ -128,6 +128,7 @@ def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit
     assert not resumed.in_flight.groups and resumed.rows("rollout/restarted") == [0] * 7
 
 
+@pytest.mark.contract_server("late_groups")
 @needs_vllm
 @pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
 def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):

@@ -7,7 +7,7 @@ import gc
 import json
 import pickle
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import evaluate
 import pytest
@@ -47,16 +47,6 @@ from mt_grpo.training.batch import FURTHER_RECORDS
 from mt_grpo.training.policy_scores import scores_of_model
 from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"))
-
-
-@pytest.fixture
-def tokenizer(folder):
-    return vision_model.reading(folder)
 
 
 def test_an_id_is_of_the_pixels_and_the_size(tokenizer):
@@ -136,12 +126,8 @@ def test_another_reader_reads_another_picture(folder, tmp_path):
 
 def test_there_is_one_picture_for_an_id(tokenizer):
     """Where tools read it at the same time, and where it comes from another rank."""
-    image, found = vision_model.picture(30), []
-    threads = [threading.Thread(target=lambda: found.append(tokenizer.pictures.read(image, ""))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(tokenizer.pictures.read, [vision_model.picture(30)] * 8, [""] * 8))
     assert len({id(each) for each in found}) == 1 and pickle.loads(pickle.dumps(found[0])) is found[0]
 
 

@@ -27,17 +27,6 @@ from mt_grpo.images.pictures import (
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_model.save(tmp_path_factory.mktemp("vision"))
-
-
-@pytest.fixture
-def tokenizer(folder):
-    return vision_model.reading(folder)
-
-
 ANSWER, MOVE = "<answer>4</answer>", "Left"
 ASKED = [{"role": "user", "content": "Count."}]
 

@@ -1,7 +1,6 @@
 """Rollouts of several records: trained as one, each token in its own context; rollouts without an environment."""
 
 import copy
-import json
 import math
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pandas
 import pytest
 import records_batch as batch
 import torch
+from project import json_lines
 from test_distributed import run as run_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -86,7 +86,7 @@ def test_the_table_of_completions_is_per_rollout(random_model, tmp_path):
         out = tmp_path / name
         batch.train(random_model, out, edit, log_completions=True)
         tables.append(pandas.read_parquet(out / "completions/completions_00001.parquet"))
-        rows = [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
+        rows = json_lines(out / "rollouts.rank0.jsonl")
         assert all((row.pop("records") > 1) <= (name == "cut") for row in rows)
         for turn in (turn for row in rows for turn in row["turns"]):
             assert (turn.pop("record") > 0) <= (name == "cut")
@@ -267,8 +267,8 @@ def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, s
     key = "sampling/frac_tokens_ratio_zero_or_clipped"
     assert result["log"][key] == other["log"][key] > 0
     first, second = (
-        [turn["trainer_logprobs"] for row in map(json.loads, (out / "rollouts.rank0.jsonl").read_text().splitlines())
-         for turn in row["turns"]] for out in (folder, tmp_path / "policy")
+        [turn["trainer_logprobs"] for row in json_lines(out / "rollouts.rank0.jsonl") for turn in row["turns"]]
+        for out in (folder, tmp_path / "policy")
     )  # fmt: skip
     assert first == second and len(first) > 8
     # With no pass before the step the loss's own pass says the same.
@@ -365,7 +365,7 @@ def test_a_failed_rollout_is_in_nobodys_statistics(random_model, tmp_path):
     trainer.train()
     # R^O 3, 0.5, 1.5 around 5/3; 3 and 1 around 2; rollout 7 has no outcome.
     expected = [3 - 5 / 3, 0.5 - 5 / 3, None, 1.5 - 5 / 3, 1.0, None, -1.0, 0.0]
-    log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    log = json_lines(tmp_path / "rollouts.rank0.jsonl")
     for index, (row, advantage) in enumerate(zip(log, expected, strict=True)):
         turns = 0 if index == 2 else len(golden.CONVERSATIONS[index])
         assert row["turn_advantages"] == pytest.approx([advantage or 0.0] * turns, abs=1e-5)
@@ -399,7 +399,7 @@ def test_a_failed_rollout_is_in_nobodys_statistics_without_outcomes(random_model
         turn_advantage_coef=1.0,
     )  # fmt: skip
     trainer.train()
-    log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    log = json_lines(tmp_path / "rollouts.rank0.jsonl")
     expected = [0.875 * 2 / 3, -0.875 / 3, 0.0, -0.875 / 3, 0.0, 0.0, 0.0, 0.0]
     assert [row["turn_advantages"][0] for row in log] == pytest.approx(expected, abs=1e-5)
 
@@ -432,11 +432,7 @@ def test_metrics_of_sampling_are_of_the_tokens_of_all_ranks(by_rank, name):
     """The second rank has no token that counts. Recomputed from the rollout log, which has the tokens of one way."""
     one, two, out = by_rank
     expected = one["sampling own pass"]
-    logs = [
-        json.loads(line)
-        for rank in (0, 1)
-        for line in (out / f"sampling tokens/rollouts.rank{rank}.jsonl").read_text().splitlines()
-    ]
+    logs = [row for rank in (0, 1) for row in json_lines(out / f"sampling tokens/rollouts.rank{rank}.jsonl")]
     apart = [
         theirs - sampled
         for row in logs

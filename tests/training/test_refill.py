@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 import torch
-from refill_run import make
+from project import json_lines
+from refill_run import DEAD, make
 
 from mt_grpo.base.errors import RunError, RunStopped
 from mt_grpo.generation.in_process import InProcessBackend
@@ -51,7 +52,7 @@ def test_what_is_dropped_is_logged_counted_and_closed(random_model, tmp_path):
     trainer.env.close = noted
     trainer.train()
     assert [each for each in closed if each] == [[1, 1], [2, 2], [3, 3], [0, 0, 4, 4]]
-    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    rows = json_lines(tmp_path / "rollouts.rank0.jsonl")
     number = [int(re.search(r"\d+", row["messages"][0]["content"])[0]) for row in rows]
     assert [row["mode"] for row in rows] == ["dropped"] * 6 + ["train"] * 4
     assert number == [1, 1, 2, 2, 3, 3, 0, 0, 4, 4]
@@ -132,6 +133,29 @@ def test_a_stop_costs_no_prompt_and_asks_for_none_twice(random_model, tmp_path, 
     again = first.trained[stop - 1] if inside else []
     batch = [0, 1, 2, 3, 4] if stop <= 2 else [0, 1, 2, 3, 4, 5, 6]
     assert first.asked == batch and second.asked == again + list(range(len(batch), 12))
+
+
+def test_a_stop_inside_a_batch_loses_nothing_that_is_in_flight(random_model, tmp_path):
+    """With `late_groups: admit`: the batch and what is in flight for later ones are in the checkpoint."""
+
+    def ahead():
+        changes = dict(num_iterations=2, max_steps=8, prompts=24, save_strategy="steps", save_steps=100)
+        trainer = make(random_model, tmp_path, **changes)
+        trainer.args.max_staleness, trainer.args.late_groups = 1, "admit"  # the scripted policy needs no server
+        return trainer
+
+    first, second = ahead(), ahead()
+    first.stops_before = 3
+    with pytest.raises(RunStopped):
+        first.train()
+    second.train(first.save_where_it_stopped().rpartition(" ")[2])
+    state = json.loads((tmp_path / "checkpoint-3/trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
+    begun, both = state["prompts"], first.trained | second.trained
+    assert begun[:2] == first.trained[2] == second.trained[3] and second.asked[: len(begun)] == begun
+    assert len(begun) > 2 and {*first.asked} - {*begun, *first.trained[0]} <= DEAD
+    assert first.asked + second.asked[len(begun) :] == list(range(len({*first.asked, *second.asked})))
+    trained = [prompt for step in (0, 3, 4, 6) for prompt in both[step]]
+    assert len({*trained} - DEAD) == 8 and all(both[step] == both[step + 1] for step in (0, 4, 6))
 
 
 def test_a_stop_while_it_refills(random_model, tmp_path):

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -34,10 +33,8 @@ from mt_grpo.training.rewards import (
     named,
     reward_tensors,
     run_rewards,
-    state_numbers,
 )
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 COLUMNS = {"prompts": [[], []], "environments": [object(), object()]}
 FOREVER = threading.Event()  # nobody sets it
@@ -342,12 +339,6 @@ def test_a_function_may_give_lists_numbers_and_nothing():
     whole, per_turn = reward_tensors([[[0.5, None], 2.0, None, []]], 2, 1)
     assert_close(whole, torch.tensor([[torch.nan], [2.0], [torch.nan], [torch.nan]]), equal_nan=True)
     assert_close(per_turn[:, :, 0], torch.tensor([[0.5, torch.nan], *[[torch.nan, torch.nan]] * 3]), equal_nan=True)
-
-
-def test_a_text_has_the_same_number_in_every_process():
-    """Python's own hash of it differs, but not in two ranks that are forks of one warm process."""
-    turn = Turn([5], [-0.5], "", "stop", state_key="after 1")
-    assert state_numbers(Rollout([], [4], 0, [turn], StopReason.ANSWERED)) == [8518849133649213693]
 
 
 def test_without_outcome_functions_the_outcome_is_0():

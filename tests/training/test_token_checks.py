@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import trl
-from scripted import CHATML, END, QWEN3_TOKENIZER, Scripted, call, ids, make_tokenizer
+from scripted import CHATML, END, QWEN3_TOKENIZER, Scripted, call, echo, ids, make_tokenizer
 from test_forks import BY_INDEX, Says, build, in_tags, train
 from test_formats import EVERY_FAMILY, FAMILIES, ids as ids_of, tokenizer_of
 from test_recipes import change_model
@@ -20,11 +20,6 @@ from mt_grpo.training.token_checks import check_batch
 
 TOKENIZER = make_tokenizer(CHATML, merges=("ab",))  # "ab" is one token, and can be sampled as two
 THOUGHT = "<think>so</think>"
-
-
-def echo(text: str) -> str:
-    """Say it again."""
-    return text
 
 
 def conversation(cls=mt.MultiTurnToolEnv, turns=None, tokenizer=TOKENIZER, **settings):
