@@ -24,14 +24,13 @@ from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.rollout import ToolResult
 
 
-def returns(value, name="give"):
+def returns(value):
     """A tool that returns `value`."""
 
     def give() -> str:
         """Gives."""
         return value
 
-    give.__name__ = name
     return give
 
 

@@ -77,12 +77,13 @@ def as_json(value: Any) -> Any:
 
 
 class PlainSchema(GenerateJsonSchema):
-    """A schema without titles of fields and OpenAPI's `discriminator`."""
+    """A JSON schema without titles of fields and without references."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
     def tagged_union_schema(self, schema: Any) -> dict[str, Any]:
+        """The schema without OpenAPI's `discriminator`, which has references."""
         return {"oneOf": super().tagged_union_schema(schema)["oneOf"]}
 
     def encode_default(self, dft: Any) -> Any:
@@ -123,8 +124,7 @@ def described(tool: Callable) -> dict[str, Any]:
 
     adapters = [(name, "validation", adapter) for name, (_, adapter) in types_of(tool).items()]
     schemas, definitions = TypeAdapter.json_schemas(adapters, schema_generator=PlainSchema)
-    properties: dict[str, Any] = {}
-    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    parameters: dict[str, Any] = {"type": "object", "properties": (properties := {})}
     for name, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             parameters["additionalProperties"] = schemas[name, "validation"]
