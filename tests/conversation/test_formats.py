@@ -415,6 +415,7 @@ def test_thinking_of_a_history_is_written_in_its_tags_or_left_out(tool_format):
     tried = 0
     for name, fmt in formats_of_trl(tool_format).items():
         opening, closing = fmt.thinking
+        assert (closing == "<channel|>") == name.startswith(("gemma4", "diffusion_gemma")), name
         opened = fmt._render([ASKED]).rstrip().endswith(opening.strip())
         written = fmt._render([ASKED, {"role": "assistant", "content": "Then."}])
         final = (
