@@ -40,7 +40,7 @@ from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts
 from mt_grpo.recipe.data import load_rows, make_arithmetic
-from mt_grpo.recipe.parse import OF_TRL, known_keys, read_recipe
+from mt_grpo.recipe.parse import OF_TRL, check_values, default_of, known_keys, read_recipe
 from mt_grpo.recipe.plugins import import_file, module_name
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
@@ -678,15 +678,21 @@ NUMBERS_OUT_OF_RANGE = {
 }  # fmt: skip
 
 
-def test_every_number_has_a_range(parse, no_weights):
+def test_every_number_has_a_range(parse):
     """A NaN that is taken drops a reward; infinite temperature samples noise; float32 makes 1e39 infinite."""
     of_numbers = re.compile(r"\b(int|float)\b")
-    for key, kind in known_keys(mt.recipe_classes()).items():
-        numeric = of_numbers.search(getattr(kind, "__name__", "") + str(kind))
-        by_default = (-1.5,) if "float" in str(kind) else (-2,)
-        for value in NUMBERS_OUT_OF_RANGE.get(key, by_default) if numeric and key not in REFUSED else ():
-            with pytest.raises(ValueError, match=rf"^{key}\b.*, expected"):
-                parse(**{"use_peft": True, key: value})
+    for cls in mt.recipe_classes():
+        settings, defaults = cls.__new__(cls), {key: default_of(key, (cls,)) for key in cls.__dataclass_fields__}
+        for key, kind in known_keys((cls,)).items():
+            numeric = of_numbers.search(getattr(kind, "__name__", "") + str(kind))
+            by_default = (-1.5,) if "float" in str(kind) else (-2,)
+            for value in NUMBERS_OUT_OF_RANGE.get(key, by_default) if numeric and key not in REFUSED else ():
+                vars(settings).update({**defaults, key: value})
+                with pytest.raises(ValueError, match=rf"^{key}\b.*, expected"):
+                    check_values(settings)
+    for changes in ({"temperature": 0.0}, {"dataset_size": 0}, {"use_peft": True, "lora_alpha": 0}):  # of each class
+        with pytest.raises(ValueError, match=r"=0(\.0)?, expected"):
+            parse(**changes)
     with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected"):
         weights_of([len], [math.nan], "turn")  # as they are given in Python
 
