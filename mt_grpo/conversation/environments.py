@@ -30,6 +30,7 @@ from mt_grpo.images.pictures import (
     runs_of,
     with_marks_of,
 )
+from mt_grpo.images.reader import said_text
 from mt_grpo.rollout import ROLES, Message, Origin, Reply, Rollout, StopReason, ToolCall, Turn, join
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -
 def read_content(content: Any, where: str, said: SaidPictures | None = None) -> str:
     """Convert a content to text: parts are joined, images become marks. Raises `EnvironmentFailure` otherwise."""
     try:
-        return (said or SaidPictures()).text(content, where)
+        return said_text(said or SaidPictures(), content, where)
     except ValueError as error:
         raise EnvironmentFailure(str(error)) from error
 

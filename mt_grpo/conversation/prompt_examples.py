@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, JsonValue, TypeAdapter
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import RecipeLoader
@@ -19,12 +19,19 @@ from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.rollout import Message, Origin, ToolCall, ToolResult
 
 
+class ExampleCall(BaseModel, extra="forbid"):
+    """A call in an example."""
+
+    name: str
+    arguments: dict[str, JsonValue] = {}
+
+
 class ExampleMessage(BaseModel, extra="forbid", str_strip_whitespace=True):
     """A message of an example. Blanks around its text are left out: YAML's blocks end with a line break."""
 
     role: Literal["user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(lambda content: content or "")] = ""  # null beside calls
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ExampleCall] = []
 
 
 def read_prompt_examples(examples: str | list | None) -> list[list[ExampleMessage]]:
@@ -41,7 +48,8 @@ def read_prompt_examples(examples: str | list | None) -> list[list[ExampleMessag
         checked = TypeAdapter(list[list[ExampleMessage]]).validate_python(shown)
         for number, messages in enumerate(checked, 1):
             roles = "".join(m.role[0] if m.content or m.tool_calls or m.role == "tool" else "_" for m in messages)
-            if not re.fullmatch("ua(t+a|ua)*", roles):
+            calling = {message.role for message in messages if message.tool_calls}
+            if not calling <= {"assistant"} or not re.fullmatch("ua(t+a|ua)*", roles):
                 raise ValueError(f"example {number} has an empty message (_), or roles out of order: {roles}")
         return checked
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
@@ -59,11 +67,17 @@ def written_examples(
     for number, example in enumerate(examples, 1):
         try:
             for k, message in [(k, m) for k, m in enumerate(example) if m.role != "tool"]:
-                turn, calls = {"role": "user", "content": message.content}, message.tool_calls
+                turn = {"role": "user", "content": message.content}
+                calls = [ToolCall(call.name, call.arguments) for call in message.tool_calls]
                 if message.role == "assistant":
                     turn = tool_format.turn_message(calls, message.content)
+                if message.role == "assistant" and "tool_calls" not in turn:
                     ids = tool_format.text_ids(turn["content"])
-                    calls = calls if "tool_calls" in turn else tool_format.parse(ids, [], tools).calls
+                    found = tool_format.parse(ids, [], tools).calls
+                    if tool_format.cut(ids, [])[0] < len(ids) or (calls and found != calls):
+                        text = turn["content"]
+                        raise ValueError(f"{text!r:.300} goes on after the end of the turn, or has other calls")
+                    calls = found
                 if tool_format.clean([turn], Origin.DATA) != [turn]:
                     raise ValueError(f"{message.content!r:.100} has a token that begins or ends a message")
                 following = itertools.takewhile(lambda each: each.role == "tool", example[k + 1 :])

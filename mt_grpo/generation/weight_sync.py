@@ -20,7 +20,7 @@ from mt_grpo.base.ranks import on_main_process
 from mt_grpo.generation.samples import tagged
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weights import ADAPTER, PolicyWeights, adapter_weights, off_by_rounding, why_model_merges
-from mt_grpo.images.pictures import inputs_of_rows
+from mt_grpo.images.reader import inputs_of_rows
 
 logger = logging.getLogger(__name__)
 

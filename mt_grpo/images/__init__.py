@@ -1,7 +1,7 @@
 """Images of conversations. A text-only run loads `pictures` and `reader` alone.
 
 pictures         an image, and the ids and marks that stand for it
-reader           which models read images
+reader           which models read images, and the way to the following modules
 messages         images in messages, rows, results and replies, which become texts with marks
 forward          images in the forward pass
 processor        what the model's processor and its tokenizer make of images

@@ -18,20 +18,12 @@ from mt_grpo.images.pictures import (
     images_of,
     is_image_part,
     mark_of,
+    png_uri,
     reader_of,
     why_none,
     with_marks_of,
 )
-from mt_grpo.rollout import Reply
-
-Messages = list[dict[str, Any]]
-
-
-def png_uri(image: Any, **options: Any) -> str:
-    """A PIL image as a data URI."""
-    file = io.BytesIO()
-    image.save(file, "PNG", **options)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+from mt_grpo.rollout import Message, Reply
 
 
 def uri_or_str(value: Any) -> str:
@@ -60,7 +52,7 @@ def as_parts(content: Any) -> list[Any]:
 
 
 def text_of_parts(said: SaidPictures, content: Any, where: str) -> str:
-    """`SaidPictures.text` of a content that is no text. Raises `ValueError`, beginning with `where`."""
+    """`said_text` of a text or of parts. Raises `ValueError`, beginning with `where`."""
     if isinstance(content, dict) and not is_image_part(content):
         raise ValueError(f"{where} has the content {content!r:.100}, expected text, or parts of type text.")
     return "".join(text_of_part(said, part, where) for part in as_parts(content))
@@ -91,7 +83,7 @@ def read_result(value: Any, reader: Any) -> tuple[str, list[Picture]] | None:
         return None
     said = SaidPictures()
     said.reader = reader
-    return said.text(parts, "the tool's result"), said.pictures
+    return text_of_parts(said, parts, "the tool's result"), said.pictures
 
 
 def read_ahead(said: Any, reader: Any) -> Any:
@@ -122,7 +114,9 @@ def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
         raise ValueError(f"{where}: a message has an image. {words}")
 
 
-def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
+def with_places(
+    prompt: list[Message], row: dict[str, Any], tokenizer: Any, where: str
+) -> tuple[list[Message], list[Picture]]:
     """Read a row's images, those of its columns first, for which a `PLACE` is left, as `read_row`."""
     if not images_of(row) and not image_parts(prompt):
         return prompt, []
@@ -130,7 +124,7 @@ def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: st
         refuse_images({**row, "prompt": prompt}, where, why_none(tokenizer))
     shown = [reader.read(image, f"{where}, image {k}", paths=True) for k, image in enumerate(images_of(row))]
     said = SaidPictures(tokenizer, shown, places=True, paths=True)
-    return [{**message, "content": said.text(message["content"], where)} for message in prompt], shown
+    return [{**message, "content": text_of_parts(said, message["content"], where)} for message in prompt], shown
 
 
 def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
@@ -138,7 +132,7 @@ def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
     return shown[: len(images_of(row))]
 
 
-def placed(messages: Messages, pictures: list[Picture], where: str) -> Messages:
+def placed(messages: list[Message], pictures: list[Picture], where: str) -> list[Message]:
     """Put the images of a row's columns into messages, at each `PLACE`, or before a user's first text, as in TRL."""
     places = sum(message["content"].count(PLACE) for message in messages)
     if places not in (0, len(pictures)):

@@ -7,7 +7,9 @@ compared, hashed, shared or sent. In a text an image is a mark, so that a messag
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import operator
 import re
 import secrets
@@ -71,8 +73,6 @@ class Picture:
     @functools.cached_property
     def data_uri(self) -> str:
         """The image for a request, without loss."""
-        from mt_grpo.images.messages import png_uri
-
         return png_uri(self.image, compress_level=1)
 
     def __deepcopy__(self, memo: dict) -> Picture:
@@ -94,6 +94,13 @@ class PictureId(int):
 # By id. INVARIANT: what a digest names never changes. It covers the reader's settings: one table serves all models.
 MAKES_ONE = threading.Lock()
 KNOWN: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
+
+
+def png_uri(image: Any, **options: Any) -> str:
+    """A PIL image as a data URI."""
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def id_of_digest(digest: str) -> int:
@@ -194,9 +201,6 @@ def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**m, "content": readable(m["content"])} if "\ufdd0" in (m.get("content") or "") else m for m in messages]
 
 
-# Images in messages: parts of contents, columns of rows, replies of tools and environments, as texts with marks.
-
-Messages = list[dict[str, Any]]
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads
 
 
@@ -236,7 +240,7 @@ def image_parts(messages: Any) -> list[dict[str, Any]]:
 
 
 class SaidPictures:
-    """Converts contents of messages, texts or parts, to texts with marks, and appends their images to `pictures`.
+    """What `said_text` converts contents of messages with, to whose `pictures` it appends their images.
 
     Marks of `pictures` stay in texts. With `places` a part may be the place of a row's image, and with `paths` its
     image may be the path of a file. Without a tokenizer that reads images they are rejected.
@@ -248,57 +252,3 @@ class SaidPictures:
         self.reader, self.why = reader_of(tokenizer), why_none(tokenizer)
         self.pictures = [] if pictures is None else pictures
         self.places, self.paths = places, paths
-
-    def text(self, content: Any, where: str) -> str:
-        """Convert a content. Raises `ValueError`, beginning with `where`."""
-        if isinstance(content, str):
-            return with_marks_of(content, self.pictures)
-        from mt_grpo.images.messages import text_of_parts
-
-        return text_of_parts(self, content, where)
-
-
-def inputs_of_rows(input_ids: Any) -> tuple[Any, dict[str, Any]]:
-    """(ids with placeholders, further inputs of a forward pass) of padded rows (M, L), for TRL's method."""
-    if not (input_ids >= FIRST_ID).any():
-        return input_ids, {}
-    from mt_grpo.images.forward import features_of_rows
-
-    return features_of_rows(input_ids)
-
-
-def read_row(
-    prompt: Messages, row: dict[str, Any], tokenizer: Any, env: Any, where: str, way: str = "place_images"
-) -> tuple[Messages, list[Picture]]:
-    """Read the images of a row's prompt. Returns (messages with text contents, images). Raises `ValueError`.
-
-    Places stay if an environment's `reset` may change the prompt. A class of conversations may have functions of its
-    own: `place_images` for a rollout, `mark_images` for what the model reads.
-    """
-    if hasattr(env, way):
-        return getattr(env, way)(prompt, row, tokenizer, where)
-    if not images_of(row) and not image_parts(prompt):
-        return prompt, []
-    from mt_grpo.images.messages import of_columns, placed, with_places
-
-    messages, shown = with_places(prompt, row, tokenizer, where)
-    if env.environments is None:
-        messages = placed(messages, of_columns(shown, row), where)
-    return messages, shown
-
-
-def read_pictures(
-    prompts: list, rows: list[dict[str, Any]] | None, tokenizer: Any, env: Any
-) -> tuple[list, list[list[Picture]]]:
-    """Read the images of prompts, messages or texts, those of a group once. Returns (prompts, the images of each)."""
-    found: list[tuple] = []
-    for k, prompt in enumerate(prompts):
-        row = rows[k] if rows else {}
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and images_of(row) else prompt
-        if found and rows and row is rows[k - 1] and prompt is prompts[k - 1]:
-            found.append(found[-1])
-        elif isinstance(messages, str) or (not messages and hasattr(env, "place_images")):
-            found.append((messages, []))
-        else:
-            found.append(read_row(messages, row, tokenizer, env, f"prompt {k}"))
-    return [messages for messages, _ in found], [shown for _, shown in found]

@@ -21,8 +21,8 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.conversations import check_conversations, limits_of
-from mt_grpo.images.pictures import OTHER_KINDS, TOWER, read_row, reader_of, with_pictures
-from mt_grpo.images.reader import image_reader
+from mt_grpo.images.pictures import OTHER_KINDS, TOWER, reader_of, with_pictures
+from mt_grpo.images.reader import image_reader, read_row
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
 from mt_grpo.rollout import ROLES, Origin

@@ -15,7 +15,8 @@ import torch
 
 from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.generation.samples import tagged
-from mt_grpo.images.pictures import inputs_of_rows, is_picture
+from mt_grpo.images.pictures import is_picture
+from mt_grpo.images.reader import inputs_of_rows
 from mt_grpo.rollout import Rollout, Turn
 
 # Passed if a reward function names them, unless the data has such a column; then also to others with **kwargs.

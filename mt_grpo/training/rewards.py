@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import functools
 import hashlib
 import inspect
 import random
@@ -193,18 +194,24 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
 
 
 def named(*lists: list[Callable]) -> list[list[Callable]]:
-    """Give each function without a `__name__`, such as a partial, the name by which TRL logs it. Returns the lists.
+    """Give each function a `__name__` of its own: the second `length` becomes `length_2`. Returns the lists.
 
-    Raises `ValueError` if two rewards have one name: weights, metrics and logs are by name.
+    INVARIANT: no two rewards have one name: metrics, logs and facts are by name.
     """
-    names: set[str] = set()
-    for func in join(lists):
-        if not hasattr(func, "__name__"):
-            func.__name__ = get_callable_name(func)
-        if func.__name__ in names:
-            raise ValueError(f"Two rewards are called {func.__name__}. Rename one, or set its __name__.")
-        names.add(func.__name__)
-    return list(lists)
+    taken: set[str] = set()
+
+    def apart(func: Callable) -> Callable:
+        first, number = get_callable_name(func), 2
+        name = first
+        while name in taken:
+            name, number = f"{first}_{number}", number + 1
+        taken.add(name)
+        if getattr(func, "__name__", None) != name:
+            func = functools.partial(func)
+            func.__name__ = name
+        return func
+
+    return [[apart(func) for func in funcs] for funcs in lists]
 
 
 def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
@@ -308,6 +315,12 @@ def named_errors(func: Callable, timeout: float) -> Iterator[None]:
         raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)}") from cause
 
 
+def waits(func: Callable) -> bool:
+    """Whether a reward is async: a function, or an object with an async `__call__`."""
+    own = func.func if isinstance(func, functools.partial) else func
+    return inspect.iscoroutinefunction(own) or inspect.iscoroutinefunction(type(own).__call__)
+
+
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) -> list:
     """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
 
@@ -323,12 +336,11 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
                 raise ToolTimeout
             return value
 
-    is_async = [any(map(inspect.iscoroutinefunction, (func, type(func).__call__))) for func in funcs]
-    running = start_in_background(gather_all([awaited(f) for f, waits in zip(funcs, is_async) if waits]))
+    running = start_in_background(gather_all([awaited(func) for func in funcs if waits(func)]))
     values: list[Any] = [None] * len(funcs)
     try:
         for i, func in enumerate(funcs):
-            if not is_async[i]:
+            if not waits(func):
                 with named_errors(func, timeout):
                     values[i] = call_in_time(func, columns, timeout)
         found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
@@ -339,7 +351,7 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
         ) from None
     finally:
         running.cancel()
-    return [next(found) if waits else value for waits, value in zip(is_async, values)]
+    return [next(found) if waits(func) else value for func, value in zip(funcs, values)]
 
 
 def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any:

@@ -24,7 +24,8 @@ from transformers import (
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.tools.results import as_result
 from mt_grpo.conversation.tools.signature import check_call
-from mt_grpo.images.pictures import inputs_of_rows, reader_of
+from mt_grpo.images.pictures import reader_of
+from mt_grpo.images.reader import inputs_of_rows
 from mt_grpo.rollout import Message, ToolCall, ToolResult, Turn
 
 ROOT = Path(__file__).resolve().parents[2]

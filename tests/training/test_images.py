@@ -30,17 +30,16 @@ from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
     has_too_many,
-    inputs_of_rows,
     is_picture,
     mark_of,
     picture_of,
     pictures_in,
-    read_row,
     readable,
     runs_of,
     with_pictures,
     with_placeholders,
 )
+from mt_grpo.images.reader import inputs_of_rows, read_row
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.rollout import Rollout
 from mt_grpo.training.batch import FURTHER_RECORDS

@@ -70,9 +70,14 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
             if result.text is None:
                 raise
             return ToolResult(f"{result.text}\n{error}")
-    if isinstance(result, str):
-        return ToolResult(result)
-    from mt_grpo.images.messages import read_result
+    if reader is not None:
+        from mt_grpo.images.messages import read_result
 
-    read = read_result(result, reader)  # raises for an image without a reader
-    return ToolResult(as_text(result)) if read is None else ToolResult(read[0], pictures=tuple(read[1]))
+        if (read := read_result(result, reader)) is not None:
+            return ToolResult(read[0], pictures=tuple(read[1]))
+    for part in result if isinstance(result, list) else [result]:
+        image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
+        image = image.get("bytes") if isinstance(image, dict) else image
+        if hasattr(image, "getbands") or (image is not part and isinstance(image, (bytes, bytearray))):
+            raise ValueError("the tool returned an image, and this run's model reads text alone")  # and no bytes of it
+    return ToolResult(as_text(result))

@@ -111,9 +111,13 @@ async def run_tool(
             given_up.append(done)
         raise ToolTimeout(f"{name} took longer than {timeout:g} s")
     result, error = done.result()
-    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):  # so each call would fail
+    said = error if isinstance(error, ValueError) else getattr(result, "text", result)
+    if "signal only works in main thread" in str(said)[:1000]:  # so each call would fail
         words = f"{name} sets a signal handler, which Python allows only in the main thread."
-        raise ToolsUnavailable(f"{words} Let it start a process, or use tool_timeout instead.") from error
+        words += " Let it start a process, or use tool_timeout instead."
+        if error is not None:
+            raise ToolsUnavailable(words) from error
+        tell_once(words)  # the tool caught the error, and the model reads it
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(error_line(error))
     return result

@@ -248,6 +248,8 @@ def check_tool(tool: Callable) -> None:
         raise ValueError(f"A tool is a function with a name of letters, digits and _.:/-, got {name or tool!r:.100}.")
     if not inspect.getdoc(tool):
         raise ValueError(f"Tool {name} has no docstring. Write one: the model reads it to use the tool.")
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise ValueError(f"Tool {name} is a generator function. Use `return` with the whole result, not `yield`.")
     for key, parameter in inspect.signature(tool).parameters.items() if not hasattr(tool, "json_schema") else ():
         if parameter.annotation is EMPTY:
             raise ValueError(f"Tool {name} has no type hint for {key!r}. Write `{key}: str`; list `MyClass().f`.")
