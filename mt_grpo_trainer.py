@@ -94,8 +94,7 @@ from mt_grpo.conversation.tools.running import (
 )
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.generation.connection import ServerConnection, hide_password
-from mt_grpo.images.pictures import own_results, readable_messages
-from mt_grpo.images.reader import inputs_of_rows, read_pictures
+from mt_grpo.images.reader import inputs_of_rows, own_results, read_pictures, readable_messages
 from mt_grpo.recipe.checks import (
     backend_of,
     check_config,

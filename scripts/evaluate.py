@@ -56,8 +56,8 @@ from mt_grpo.base.rows import prompts_of
 from mt_grpo.conversation.conversations import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.forward import forbid, inputs_of_requests
-from mt_grpo.images.pictures import readable_messages, reader_of, with_pictures
-from mt_grpo.images.reader import FAMILIES, image_reader
+from mt_grpo.images.pictures import reader_of, with_pictures
+from mt_grpo.images.reader import FAMILIES, image_reader, readable_messages
 from mt_grpo.recipe.checks import check_generation_kwargs, check_images, check_tokenizer
 from mt_grpo.recipe.data import empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards, load_splits

@@ -19,23 +19,23 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1299,
-    "core": 13934,
+    "script": 1295,
+    "core": 12999,
     "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 21682,
-    "scripts": 8520,
+    "script and package": 21010,
+    "scripts": 8483,
     "tools and rewards": 2843,
-    "tests": 35682,
-    "docs": 3994,
+    "tests": 34593,
+    "docs": 3985,
     "recipes": 2566,
     "root": 437,
     "results, bytes": 123070,
     "notebooks, bytes": 106336,
     "data, bytes": 2181236,
-    "own recipe keys": 60,
-    "fmt: skip and fmt: off": 495,
-    "public names without a docstring": 44,
+    "own recipe keys": 59,
+    "fmt: skip and fmt: off": 482,
+    "public names without a docstring": 41,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

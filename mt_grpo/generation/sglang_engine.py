@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
 from mt_grpo.base.errors import ServerError
 from mt_grpo.generation.samples import (
     BadAnswer,
@@ -94,11 +97,23 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
     return replace(read_completion(sample, len(prompt), max_tokens, vocab_size), policy_versions=versions)
 
 
+def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Convert a weight to the form in a checkpoint's files: name -> tensor, several for experts."""
+    try:
+        parts = revert_weight_conversion(model, {name: tensor})
+    except (ValueError, LookupError, RuntimeError, TypeError):  # of what is not the whole of what it converts
+        parts = {}
+    if sum(part.numel() for part in parts.values()) != tensor.numel():
+        raise ServerError(f"Files hold the weight {name} together with others: set rollout_engine: vllm.")
+    return parts
+
+
 class SGLang(VLLM):
     """The requests to an SGLang server that training needs. `VLLM` documents the methods and their arguments."""
 
     name, title, NEEDED = "sglang", "SGLang", ""
-    CONTEXT, WEIGHTS, NAMES_OF_FILES = "--context-length", "/model_info", True
+    CONTEXT, WEIGHTS = "--context-length", "/model_info"
+    in_files = staticmethod(in_files)
 
     def check_health(self, server: Any, timeout: float) -> None:
         server.request("GET", self.WEIGHTS, timeout=timeout, read=lambda answer: answer["weight_version"])

@@ -31,7 +31,7 @@ class VLLM:
         "or later), and for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
     )
     WEIGHTS = "/weight_info"  # the address that reports which weights it holds
-    NAMES_OF_FILES = False  # whether a push has the names of a checkpoint's files, and not those of the modules
+    in_files = None  # converts a weight to its form in a checkpoint's files, if a push has to have that
 
     def advice(self, status: int) -> str:
         """What to do after an answer of this status, which is an error or not one of this engine's."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,8 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
-from mt_grpo.base.errors import ServerError
 from mt_grpo.images.pictures import TOWER
 
 NOISE = 0.7  # of the first push, relative to each element (docs/speed.md says what it shows)
@@ -34,17 +32,6 @@ ENGINE_READS = {
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
 
 
-def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Convert a weight to the form in a checkpoint's files: name -> tensor, several for experts."""
-    try:
-        parts = revert_weight_conversion(model, {name: tensor})
-    except (ValueError, LookupError, RuntimeError, TypeError):  # of what is not the whole of what it converts
-        parts = {}
-    if sum(part.numel() for part in parts.values()) != tensor.numel():
-        raise ServerError(f"Files hold the weight {name} together with others: set rollout_engine: vllm.")
-    return parts
-
-
 class PolicyWeights(VLLMGeneration):
     """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Two things differ from TRL's own.
 
@@ -52,7 +39,7 @@ class PolicyWeights(VLLMGeneration):
     2. Tied parameters are yielded under all their names: vLLM on CPU does not update `lm_head` from the embedding.
     """
 
-    names_of_files = False
+    in_files: Callable | None = None  # (model, name, tensor) -> the form in a checkpoint's files, if they need it
 
     def _init_vllm(self) -> None:
         """Collect the names of the weights. No vLLM client is made: `VLLMServerClient` sends the weights."""
@@ -86,14 +73,6 @@ class PolicyWeights(VLLMGeneration):
         """Name -> bytes of the weights of the LoRA adapter."""
         return {name: tensor.nbytes for name, tensor in adapter_weights(self.model)}
 
-    def use_names_of_files(self) -> None:
-        """Send weights under the names of a checkpoint's files from now on: SGLang knows only these.
-
-        transformers renames what it loads, and merges experts. Raises `ServerError` for what cannot be split.
-        """
-        self.names_of_files = True
-        _ = self.expected  # raises
-
     def _is_adapter(self, name: str) -> bool:
         return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
@@ -102,9 +81,9 @@ class PolicyWeights(VLLMGeneration):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
 
     def _as_sent(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        if not self.names_of_files:
+        if self.in_files is None:
             return {name: tensor}
-        return in_files(self.model.get_base_model() if self._has_adapters else self.model, name, tensor.detach())
+        return self.in_files(self.model.get_base_model() if self._has_adapters else self.model, name, tensor.detach())
 
     @contextmanager
     def noise(self, adapter: bool) -> Iterator[None]:

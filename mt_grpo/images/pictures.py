@@ -16,12 +16,11 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from mt_grpo.base.rows import IMAGE_COLUMNS
-from mt_grpo.rollout import Rollout, ToolResult
 
 FIRST_ID = 2**32  # no vocabulary is as large
 MOST_PICTURES = 999  # of one context: as many as vLLM reads unless it is told otherwise
@@ -163,42 +162,15 @@ def share_marks(on_main_process: Callable) -> None:
 share_marks(lambda own: own())
 
 
-def mark_of(picture: Picture) -> str:
-    """The mark that stands for an image in a text."""
-    return f"\ufdd0{SECRET}{picture.name}\ufdd1"
-
-
-def pictures_of(text: str) -> list[Picture]:
-    """The images of the marks in a text, in their order."""
-    return [picture_of(id_of_digest(name)) for name in MARK.findall(text) if name]
-
-
-def marks_replaced(text: str, by: str = "") -> str:
-    """Replace each mark in a text, and remove parts of marks."""
-    return MARK.sub(lambda found: by if found[1] else "", text)
-
-
 def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
     """Remove all marks from a text from outside, and parts of them, except those of these images."""
     names = {picture.name for picture in pictures}
     return MARK.sub(lambda found: found[0] if found[1] in names else "", text)
 
 
-def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
-    """Add the images of results to their conversation, and remove marks of other images from their texts."""
-    for result in results:
-        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
-    return [replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
-
-
 def readable(text: str) -> str:
     """Convert a text for display: image marks become `<image DIGEST>`."""
     return MARK.sub(lambda found: f"<image {found[1]}>" if found[1] else found[0], text.replace(PLACE, "<image>"))
-
-
-def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages for rewards, logs and display: those with an image are copied with `readable` contents."""
-    return [{**m, "content": readable(m["content"])} if "\ufdd0" in (m.get("content") or "") else m for m in messages]
 
 
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads

@@ -16,18 +16,8 @@ from transformers.utils import is_torchvision_available
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import digest_of_image
-from mt_grpo.images.pictures import (
-    KNOWN,
-    Picture,
-    id_of_digest,
-    is_picture,
-    mark_of,
-    marks_replaced,
-    picture_of,
-    pictures_of,
-    runs_of,
-    with_placeholders,
-)
+from mt_grpo.images.messages import mark_of, marks_replaced, pictures_of
+from mt_grpo.images.pictures import KNOWN, Picture, id_of_digest, is_picture, picture_of, runs_of, with_placeholders
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others start programs, as EPS does
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.images.pictures import FIRST_ID, Picture, SaidPictures, image_parts, images_of, with_marks_of
-from mt_grpo.rollout import Message
+from mt_grpo.images.pictures import FIRST_ID, Picture, SaidPictures, image_parts, images_of, readable, with_marks_of
+from mt_grpo.rollout import Message, Rollout, ToolResult
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # `positions_of` supports their positions
 
@@ -80,3 +81,15 @@ def read_pictures(
         else:
             found.append(read_row(messages, row, tokenizer, env, f"prompt {k}"))
     return [messages for messages, _ in found], [shown for _, shown in found]
+
+
+def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
+    """Add the images of results to their conversation, and remove marks of other images from their texts."""
+    for result in results:
+        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
+    return [replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
+
+
+def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages for rewards, logs and display: those with an image are copied with `readable` contents."""
+    return [{**m, "content": readable(m["content"])} if "\ufdd0" in (m.get("content") or "") else m for m in messages]

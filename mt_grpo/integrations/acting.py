@@ -1,11 +1,29 @@
-"""Turns that are actions of a game: the tags of an action, and the text of a turn."""
+"""Turns that are actions of a game, their tags and texts; tools with a JSON schema as methods of an environment."""
 
 from __future__ import annotations
 
-from mt_grpo.conversation.formats.base import behind_thinking
-from mt_grpo.rollout import Turn
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.conversation.formats.base import THINKING_TAGS
+from mt_grpo.conversation.tools.signature import as_tool
+from mt_grpo.rollout import ToolResult, Turn
 
 OPEN, CLOSE = "<action>", "</action>"
+
+
+def behind_thinking(text: str) -> str:
+    """The text after a turn's thinking in any family's tags, of which only `<think>` may be missing from the text.
+
+    >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
+    [' b', ' b', 'so <|end|> b']
+    """
+    for family, (opening, closing) in THINKING_TAGS.items():
+        if family == "most" or opening.strip() in text.partition(closing)[0]:
+            text = text.rpartition(closing)[2]
+    return text
 
 
 def said(turn: Turn) -> str:
@@ -28,3 +46,14 @@ def tagged(text: str) -> str:
     """
     before, closed, _ = text.rpartition(CLOSE)
     return (before.rpartition(OPEN)[2] if closed and OPEN in before else text).strip()
+
+
+def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
+    """Convert a tool with a JSON schema to an async method that awaits `run(environment, name, arguments)`."""
+
+    async def method(self: Any, **arguments: Any) -> ToolResult:
+        return await run(self, name, arguments)
+
+    functools.update_wrapper(method, as_tool(types.SimpleNamespace(name=name, schema=schema, run=method)))
+    del method.__wrapped__  # it wraps nothing: the tool calls the method
+    return method

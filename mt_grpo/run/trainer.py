@@ -442,8 +442,8 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         client = trainer.client
         client.instance = on_main_process(lambda: client.instance)  # all ranks expect the same version
         weights = trainer.vllm_generation = PolicyWeights(model, accelerator, trainer.processing_class, mode="none")
-        if client.servers[0].engine.NAMES_OF_FILES:
-            weights.use_names_of_files()
+        weights.in_files = client.servers[0].engine.in_files
+        _ = weights.expected  # raises for what an engine cannot get
         probe, num_adapters = probe_ids(first_ids(), trainer.env.tokenizer), slots_of(args.max_staleness)
         scores = "policy" in asked_of(trainer.reward_functions.functions) - set(trainer.train_dataset.column_names)
         trainer.weight_sync = WeightSync(client, model, weights, accelerator, probe, num_adapters, scores)

@@ -30,7 +30,7 @@ from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.base.rows import WrittenRow, column_lists, is_image, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.running import ToolTimeout, run_tool
-from mt_grpo.images.pictures import readable_messages
+from mt_grpo.images.reader import readable_messages
 from mt_grpo.rollout import Rollout, ToolCall, Turn, id_hash, join
 from mt_grpo.training.batch import NAN, Batch, most_of_ranks, nansum, pad_rows
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, policy_of, turn_contexts

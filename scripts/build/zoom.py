@@ -37,7 +37,8 @@ from build.common import Example, draw, encode, opening
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import named_tools
-from mt_grpo.images.pictures import Picture, mark_of, with_pictures
+from mt_grpo.images.messages import mark_of
+from mt_grpo.images.pictures import Picture, with_pictures
 from mt_grpo.images.reader import image_reader
 from mt_grpo.rollout import Message
 from tools.zoom import CORNERS, PARTS, Zoom

@@ -26,7 +26,8 @@ from mt_grpo.generation.samples import (
     read_generated,
 )
 from mt_grpo.images.forward import forbid
-from mt_grpo.images.pictures import is_picture, mark_of, pictures_in, with_placeholders
+from mt_grpo.images.messages import mark_of
+from mt_grpo.images.pictures import is_picture, pictures_in, with_placeholders
 from mt_grpo.images.reader import inputs_of_rows
 from mt_grpo.recipe import checks
 from mt_grpo.rollout import hash_of_ids

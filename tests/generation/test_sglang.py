@@ -25,8 +25,8 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
-from mt_grpo.generation.weights import PolicyWeights, in_files
+from mt_grpo.generation.sglang_engine import SGLang, in_files, read_sample, sampling_of
+from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import hash_of_ids
@@ -320,7 +320,7 @@ def test_a_weight_that_files_hold_with_others_is_refused(monkeypatch, folder_of_
     gate_up = model.get_parameter(name := "model.layers.0.mlp.experts.gate_up_proj")
     for converted in (lambda model, state: {}, lambda model, state: {name: gate_up[:1]}):
         with monkeypatch.context() as patched:
-            patched.setattr("mt_grpo.generation.weights.revert_weight_conversion", converted)
+            patched.setattr("mt_grpo.generation.sglang_engine.revert_weight_conversion", converted)
             with pytest.raises(ServerError, match=f"{name} together with others.*rollout_engine: vllm"):
                 in_files(model, name, gate_up)
     parts = in_files(model, name, gate_up)
@@ -337,7 +337,7 @@ def test_weights_have_the_names_of_a_checkpoints_files(tmp_path_factory, folder_
         if lora:
             model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
         weights = PolicyWeights(model, Accelerator(cpu=True), None, mode="none")
-        weights.use_names_of_files()
+        weights.in_files = in_files
         kept = load_file(Path(path) / "model.safetensors")
         sent = dict(weights.named_weights())
         assert sent.keys() - tied == kept.keys() - tied

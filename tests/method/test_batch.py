@@ -98,7 +98,7 @@ def test_rows_that_fill_the_last_batch_do_not_count():
     whole, metrics = EvaluationMetrics(), {"reward": []}
     for rewards in ([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]):
         metrics["reward"].append(sum(rewards) / 4)
-        columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 12 for r in rewards])  # as many turns as reward
+        columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 10 for r in rewards])  # as many turns as reward
         table = types.SimpleNamespace(outcome=torch.tensor(rewards), turn_total=torch.zeros(4))
         whole.add(metrics, Batch([], 1, facts=columns, logged=table.outcome[:, None], rewards=table), 6)
     whole.finish(metrics, ["match"])
@@ -110,7 +110,7 @@ def test_an_evaluations_other_metrics_are_of_all_its_batches():
     nan = float("nan")
     whole = EvaluationMetrics()
     whole.rewards = [(torch.zeros(n, 1), torch.zeros(n)) for n in (3, 1)]
-    whole.columns = [torch.zeros(3, 16), torch.zeros(1, 16)]
+    whole.columns = [torch.zeros(3, 14), torch.zeros(1, 14)]
     metrics = {
         "reward": [0.0, 0.0], "ratio/max": [3.0, 5.0], "ratio/min": [0.5, 0.25], "gap_max": [2.0, 4.0],
         "gap_min": [2.0, 4.0], "entropy": [1.0, 2.0], "kl": [nan, 2.0], "clip/max": [nan, 1.0],

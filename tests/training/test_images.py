@@ -26,12 +26,12 @@ from mt_grpo.conversation.tools.results import as_result
 from mt_grpo.generation.weights import why_model_merges
 from mt_grpo.images import pictures
 from mt_grpo.images.forward import features_of, forbid, inputs_of_requests
+from mt_grpo.images.messages import mark_of
 from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
     has_too_many,
     is_picture,
-    mark_of,
     picture_of,
     pictures_in,
     readable,

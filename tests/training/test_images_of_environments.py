@@ -14,7 +14,8 @@ from vision_model import as_uri
 from vision_run import make_trainer, user
 
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
-from mt_grpo.images.pictures import PLACE, SaidPictures, is_picture, mark_of, pictures_in, readable, runs_of
+from mt_grpo.images.messages import mark_of
+from mt_grpo.images.pictures import PLACE, SaidPictures, is_picture, pictures_in, readable, runs_of
 from mt_grpo.images.reader import inputs_of_rows
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv

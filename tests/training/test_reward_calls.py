@@ -33,6 +33,7 @@ from mt_grpo.training.rewards import (
     named,
     reward_tensors,
     run_rewards,
+    waits,
 )
 
 CPU = torch.device("cpu")
@@ -211,13 +212,14 @@ def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them():
     funcs = [functools.partial(length, target=2), Length(3), Judge(), functools.partial(judged, score=0.25)]
     check_rewards([], funcs)
     (found,) = named(funcs)
-    assert found == funcs and [func.__name__ for func in funcs] == ["length", "Length", "Judge", "judged"]
-    assert [func.__name__ for func in funcs] == [get_callable_name(func) for func in funcs]
-    assert scored(*funcs, completions=["a", "abc"]) == [[-1, -1], [-2, 0], [0.5, 0.5], [0.25, 0.25]]
+    assert [func.__name__ for func in found] == ["length", "Length", "Judge", "judged"]
+    assert [func.__name__ for func in found] == [get_callable_name(func) for func in funcs]
+    assert list(map(waits, found)) == [False, False, True, True] and named(found)[0] == found  # once is enough
+    assert scored(*found, completions=["a", "abc"]) == [[-1, -1], [-2, 0], [0.5, 0.5], [0.25, 0.25]]
 
 
-def test_rewards_of_one_name_are_refused():
-    """Weights, metrics and logs are by name. An environment's own reward has a name, too."""
+def test_rewards_of_one_name_are_apart():
+    """Each has its own weight, next to an environment of that name, whose weight is 1."""
 
     class Game:
         def reset(self, **row):
@@ -226,11 +228,10 @@ def test_rewards_of_one_name_are_refused():
         def get_reward(self):
             return 0.125
 
-    game = functools.partial(length, target=1)
-    game.__name__ = "Game"
-    for turn, outcome in ([], [length, functools.partial(length, target=1)]), ([judged], [judged]), ([], [game]):
-        with pytest.raises(ValueError, match="^Two rewards are called (length|judged|Game)"):
-            RewardFunctions.of(turn, outcome, mt.MultiTurnToolEnv([], None, environment=Game))
+    funcs, weights = [length, functools.partial(length, target=1), judged], [1.0, 2.0, 4.0]
+    found = RewardFunctions.of([judged], funcs, mt.MultiTurnToolEnv([], None, environment=Game), [0.5], weights)
+    assert found.names == ["judged", "length", "length_2", "judged_2", "Game"]
+    assert list(found.weights) == [0.5, *weights, 1.0] and waits(found.functions[3])
 
 
 def test_the_main_outcome_is_the_one_that_counts_most_also_against():

@@ -85,18 +85,6 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
     return end + len(closing) if end >= 0 else None
 
 
-def behind_thinking(text: str) -> str:
-    """The text after a turn's thinking in any family's tags, of which only `<think>` may be missing from the text.
-
-    >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
-    [' b', ' b', 'so <|end|> b']
-    """
-    for family, (opening, closing) in THINKING_TAGS.items():
-        if family == "most" or opening.strip() in text.partition(closing)[0]:
-            text = text.rpartition(closing)[2]
-    return text
-
-
 def result_message(observation: str) -> str:
     """Wrap an observation in the tags of the paper, as the content of a message of role `user`."""
     return f"<result>\n{observation}\n</result>"

@@ -168,11 +168,6 @@ class HermesFormat(ChatFormat):
             return [ToolCall(None, {}, SEVERAL_CALLS)], None
         return calls, None if calls else self.answer(beside)
 
-    def good_calls(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
-        """The calls that can be read, and the text without them: for programs that take a broken call as text."""
-        too_many = len(self.syntax.split(text, tools)[0]) > 1 and not self.several
-        return ([], text) if too_many else self.syntax.split(text, tools, broken=False)
-
     def content(self, text: str) -> str:
         """The text of a turn without its thinking and its calls."""
         return "".join(re.findall(self.syntax.answer, text, re.DOTALL)) if self.syntax.answer else text

@@ -305,17 +305,6 @@ def as_tool(tool: Any) -> Callable:
     return made
 
 
-def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
-    """Convert a tool with a JSON schema to an async method that awaits `run(environment, name, arguments)`."""
-
-    async def method(self: Any, **arguments: Any) -> ToolResult:
-        return await run(self, name, arguments)
-
-    functools.update_wrapper(method, as_tool(types.SimpleNamespace(name=name, schema=schema, run=method)))
-    del method.__wrapped__  # it wraps nothing: the tool calls the method
-    return method
-
-
 # A call and its arguments.
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from mt_grpo.images.pictures import pictures_of
+from mt_grpo.images.messages import pictures_of
 from mt_grpo.integrations.agents.messages import Answer, ModelRequest, same_json
 from mt_grpo.integrations.session import Sampled, fill_turns
 from mt_grpo.rollout import Message, Rollout, ToolResult

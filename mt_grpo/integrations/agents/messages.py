@@ -10,7 +10,8 @@ from typing import Any
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.rows import is_nested
 from mt_grpo.conversation.tools.signature import check_schema
-from mt_grpo.images.pictures import Picture, mark_of, marks_replaced
+from mt_grpo.images.messages import mark_of, marks_replaced
+from mt_grpo.images.pictures import Picture
 from mt_grpo.rollout import Message
 
 POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not

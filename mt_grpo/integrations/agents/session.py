@@ -376,7 +376,10 @@ class AgentSession(RolloutSession):
         thinking, text = turn.text[:start], "" if start is None else turn.text[start:]
         calls = []
         if request.reads_calls:
-            calls, text = self.format.good_calls(text, tools_by_name(request.tools))
+            # A broken call is text for a program, and so are several where the template writes one.
+            syntax, tools = self.format.syntax, tools_by_name(request.tools)
+            if self.format.several or len(syntax.split(text, tools)[0]) < 2:
+                calls, text = syntax.split(text, tools, broken=False)
         for each in request.stops:
             text = text.partition(each)[0]
         stop = next((stop for stop in request.stops if stop in turn.text), None)

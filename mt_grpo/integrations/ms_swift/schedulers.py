@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.conversation.formats.base import behind_thinking
+from mt_grpo.integrations.acting import behind_thinking
 from mt_grpo.integrations.ms_swift.loop import drive
 from mt_grpo.integrations.ms_swift.protocol import RolloutOutput
 from mt_grpo.integrations.ms_swift.rewards import MathAccuracy

@@ -17,8 +17,9 @@ from typing import Any
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.conversation.environments import METHODS, is_number
 from mt_grpo.conversation.tools.results import ResultInParts
-from mt_grpo.conversation.tools.signature import as_method
-from mt_grpo.images.pictures import pictures_in, readable_messages
+from mt_grpo.images.pictures import pictures_in
+from mt_grpo.images.reader import readable_messages
+from mt_grpo.integrations.acting import as_method
 from mt_grpo.integrations.verl.base import on_own_loop, overridden, read_result, response_content
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
