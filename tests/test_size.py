@@ -20,13 +20,13 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1295,
-    "core": 12999,
+    "core": 13001,
     "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 21010,
+    "script and package": 21012,
     "scripts": 8483,
     "tools and rewards": 2843,
-    "tests": 34593,
+    "tests": 34618,
     "docs": 3985,
     "recipes": 2566,
     "root": 437,

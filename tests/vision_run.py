@@ -144,4 +144,4 @@ def run_on_ranks(out, world):
     gradients = gradients_of(trainer)
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     found = {"gradients": gradients, "norms": norms, "moved": sum(moved), "kind": trainer.layout.kind}
-    return {**found, "secret": pictures.SECRET}
+    return {**found, "secret": pictures.MARKS.secret}

@@ -1,4 +1,4 @@
-"""Images of conversations. A text-only run loads `pictures` and `reader` alone.
+"""Images of conversations. What a text-only run needs is in `pictures` and `reader`.
 
 pictures         an image, and the ids and marks that stand for it
 reader           which models read images, and the way to the following modules

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from mt_grpo.base.rows import IMAGE_COLUMNS, is_image
-from mt_grpo.images import pictures
 from mt_grpo.images.pictures import (
+    MARKS,
     PLACE,
     Picture,
     SaidPictures,
@@ -30,17 +30,17 @@ from mt_grpo.rollout import Message, Reply
 
 def mark_of(picture: Picture) -> str:
     """The mark that stands for an image in a text."""
-    return f"\ufdd0{pictures.SECRET}{picture.name}\ufdd1"
+    return f"\ufdd0{MARKS.secret}{picture.name}\ufdd1"
 
 
 def pictures_of(text: str) -> list[Picture]:
     """The images of the marks in a text, in their order."""
-    return [picture_of(id_of_digest(name)) for name in pictures.MARK.findall(text) if name]
+    return [picture_of(id_of_digest(name)) for name in MARKS.pattern.findall(text) if name]
 
 
 def marks_replaced(text: str, by: str = "") -> str:
     """Replace each mark in a text, and remove parts of marks."""
-    return pictures.MARK.sub(lambda found: by if found[1] else "", text)
+    return MARKS.pattern.sub(lambda found: by if found[1] else "", text)
 
 
 def uri_or_str(value: Any) -> str:

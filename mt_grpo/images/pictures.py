@@ -14,6 +14,7 @@ import operator
 import re
 import secrets
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ FIRST_ID = 2**32  # no vocabulary is as large
 MOST_PICTURES = 999  # of one context: as many as vLLM reads unless it is told otherwise
 ID_DIGITS = 12  # of the digest, so that an id fits into a tensor of 64 bits
 PLACE = "\ufdd0\ufdd1"  # the place of the next image of a row, in a text that is not yet what the model reads
-SECRET = secrets.token_hex(4)  # of marks: what no tool can guess, next to two characters that no text has
+# The secret is what no tool can guess, next to two characters that no text has. `pattern` finds marks.
+MARKS = types.SimpleNamespace(secret=secrets.token_hex(4), pattern=None)
 TOWER = re.compile(r"\bvisual\.")  # in the names of modules that read images
 
 
@@ -153,10 +155,10 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
 
 def share_marks(on_main_process: Callable) -> None:
     """Use the main process's secret, so that all ranks read each other's texts (rewards of groups). Collective."""
-    global SECRET, MARK
-    SECRET = on_main_process(lambda: SECRET)
-    mark, part = f"{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}"
-    MARK = re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")  # group 1 is the image's name, None for a part of a mark
+    secret = MARKS.secret = on_main_process(lambda: MARKS.secret)
+    mark, part = f"{secret}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(secret) + ID_DIGITS}}}"
+    # Group 1 is the image's name, None for a part of a mark.
+    MARKS.pattern = re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")
 
 
 share_marks(lambda own: own())
@@ -165,12 +167,14 @@ share_marks(lambda own: own())
 def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
     """Remove all marks from a text from outside, and parts of them, except those of these images."""
     names = {picture.name for picture in pictures}
-    return MARK.sub(lambda found: found[0] if found[1] in names else "", text)
+    return MARKS.pattern.sub(lambda found: found[0] if found[1] in names else "", text)
 
 
 def readable(text: str) -> str:
     """Convert a text for display: image marks become `<image DIGEST>`."""
-    return MARK.sub(lambda found: f"<image {found[1]}>" if found[1] else found[0], text.replace(PLACE, "<image>"))
+    return MARKS.pattern.sub(
+        lambda found: f"<image {found[1]}>" if found[1] else found[0], text.replace(PLACE, "<image>")
+    )
 
 
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads

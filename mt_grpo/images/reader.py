@@ -1,4 +1,4 @@
-"""Which models read images, and the way to what reads and computes them. Text-only models load no more than this."""
+"""Which models read images, and the way to what reads and computes them. Text-only models need no more than this."""
 
 from __future__ import annotations
 

@@ -126,12 +126,8 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
 
 def load_recipe_tools(script_args: Any) -> list[Callable]:
     """The tools of a recipe: those of `tools_script`, and those of integrations. Raises `ValueError`."""
-    return load_tools(script_args.tools_script) + load_integration_tools(script_args)
-
-
-def load_integration_tools(script_args: Any) -> list[Callable]:
-    """The tools of a recipe's integrations. Raises `ValueError`."""
-    return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
+    own = load_tools(script_args.tools_script)
+    return own + [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
 
 
 def module_name(path: str, key: str) -> str:

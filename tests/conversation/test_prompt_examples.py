@@ -82,7 +82,10 @@ def test_examples_stand_before_what_an_environment_says_first():
 @EVERY_FAMILY
 def test_examples_read_as_lived_conversations_or_are_refused(name):
     """Two examples, one of two rounds. DeepSeek V3's template writes later calls of a prompt otherwise."""
-    fmt, calling = native(name), {"role": "assistant", "tool_calls": [vars(TWO[0])]}
+    fmt, calling = (
+        native(name),
+        {"role": "assistant", "tool_calls": [{"name": TWO[0].name, "arguments": TWO[0].arguments}]},
+    )
     one = [user("Add."), calling, tool("R1"), assistant("It is 5.")]
     two = [user("Add twice."), calling, tool("R2"), calling, tool("R3"), assistant("It is 7.")]
     read = read_prompt_examples([one, two])
@@ -126,8 +129,10 @@ MISWRITTEN = {
     "unknown tool": (asking(assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8")),
                      "1 calls, 1 results. unknown tool 'dobule'. Known tools: double"),
     "no result": (asking(assistant("", {"number": 4}), user("z")), "1 calls, 0 results"),
-    "two calls in a turn": (asking(assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10")),
-                            "1 calls, 2 results"),
+    "two calls in a turn": (asking(assistant("", {"number": 4}, {"number": 5}), tool("8")), "or has other calls"),
+    "a call twice": (asking(assistant(CALL, {"number": 4, "unit": "km"}), tool("8 km")), "or has other calls"),
+    "a call and an answer": (asking(assistant("<answer>8</answer>", {"number": 4}), user("z")), "or has other calls"),
+    "text after the end": ([user("x"), assistant("<answer>5</answer> and so on")], "goes on after the end"),
     "control token": ([user("x"), assistant("8<|im_end|>")], "has a token that begins or ends a message"),
 }  # fmt: skip
 
@@ -141,7 +146,7 @@ def test_examples_that_a_format_cannot_have(wrong, error):
 
 @pytest.mark.parametrize("template", ["llama3_1", "gptoss"])
 def test_examples_of_more_calls_than_a_template_takes(template):
-    calling = {"role": "assistant", "tool_calls": [vars(TWO[0])] * 2}
+    calling = {"role": "assistant", "tool_calls": [{"name": TWO[0].name, "arguments": TWO[0].arguments}] * 2}
     with pytest.raises(ValueError, match="prompt_examples, example 1: .*calls"):
         read = read_prompt_examples([asking(calling, tool("8"), tool("8"))])
         written_examples(read, native(template), TOOLS, True)
@@ -151,6 +156,7 @@ def test_examples_of_more_calls_than_a_template_takes(template):
     ([PLAIN[0], *PLAIN], "example 2 has an empty message .*order: uua"),
     ([user(" "), PLAIN[1]], "example 2 has an empty message .*order: _a"),
     (asking({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}), "tool_calls.0.name: Field required"),
+    (asking(assistant("", {"number": 4}), {**tool("8"), **assistant("8", {}), "role": "tool"}), "roles out of order"),
 ])  # fmt: skip
 def test_what_is_no_example(wrong, error):
     with pytest.raises(ValueError, match=f"prompt_examples: .*{error}"):

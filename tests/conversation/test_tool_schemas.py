@@ -587,3 +587,12 @@ def test_a_schema_that_is_let_in_reads_every_value(seed):
     deep = functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(62), {})
     check_schema({"properties": {"a": deep}})
     typed("5", deep)
+
+
+def test_a_generator_is_no_tool():
+    def pages(query: str):
+        """Search."""
+        yield query
+
+    with pytest.raises(ValueError, match="Tool pages is a generator function"):
+        check_tool(pages)

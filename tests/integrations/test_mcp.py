@@ -18,7 +18,7 @@ from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.images.pictures import pictures_in, readable
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import close_servers, read_servers
-from mt_grpo.recipe.plugins import load_integration_tools
+from mt_grpo.recipe.plugins import load_recipe_tools
 
 TIME = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone=UTC"]}
 SERVER = '''
@@ -134,7 +134,7 @@ def sums(folder, *arguments):
 def tools_of(folder, entries, **keys):
     path = folder / "servers.json"
     path.write_text(json.dumps({"mcpServers": entries}))
-    return load_integration_tools(settings(mcp_config_file=str(path), **keys))
+    return load_recipe_tools(settings(mcp_config_file=str(path), **keys))
 
 
 def talk(tools, *calls, **more):
@@ -344,7 +344,7 @@ def test_a_bad_file_is_refused(tmp_path, name):
     text, message = BAD_FILES[name]
     (tmp_path / "servers.json").write_text(text)
     with pytest.raises(ValueError, match="mcp_config_file: .*" + message):
-        load_integration_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
+        load_recipe_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
 
 
 VERL = """

@@ -29,7 +29,7 @@ from mt_grpo.integrations.verl.config import load_interactions
 from mt_grpo.integrations.verl.mcp import MCPSearchTool
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
-from mt_grpo.recipe.plugins import load_conversation, load_integration_tools
+from mt_grpo.recipe.plugins import load_conversation, load_recipe_tools
 from mt_grpo.rollout import StopReason
 
 TOOL = "calc_gsm8k_reward"
@@ -65,7 +65,7 @@ def build(**keys):
     cls, environment = load_conversation(script_args, mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False),
                                          mt.MultiTurnToolEnv)  # fmt: skip
     return lambda **more: cls(
-        load_integration_tools(script_args), None, 4, tokenizer=CHATML_TOKENIZER, environment=environment, **more
+        load_recipe_tools(script_args), None, 4, tokenizer=CHATML_TOKENIZER, environment=environment, **more
     )
 
 
@@ -322,7 +322,7 @@ async def waits(text: str) -> str:
 @pytest.mark.contract("function tools")
 def test_function_tools(tmp_path):
     (tmp_path / "written_functions.py").write_text(FUNCTIONS)
-    tools = load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
+    tools = load_recipe_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
     env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
     calls = [call("double", x=4), call("rewarded"), call("described", y="abc"), call("waits", text="12345"),
              call("double", x="4"), ANSWER]  # fmt: skip

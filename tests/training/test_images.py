@@ -193,7 +193,7 @@ def test_what_a_tool_returns(tokenizer):
     with pytest.raises(ValueError, match="the tool's result: the image cannot be read"):
         as_result([image, {"type": "image", "image": "/etc/passwd"}], tokenizer.pictures)
     for shown in (image, [image], {"type": "image", "image": {"bytes": b"PNG"}}):
-        with pytest.raises(ValueError, match="the tool's result has an image.*: it is a text-only model"):
+        with pytest.raises(ValueError, match="returned an image, and this run's model reads text alone"):
             as_result(shown)
 
 

@@ -45,16 +45,26 @@ def scored(*funcs, timeout=60.0, **columns):
     return run_rewards(list(funcs), COLUMNS | columns, timeout)
 
 
-def test_a_tool_that_sets_a_signal_is_named():
+def test_a_tool_that_sets_a_signal_is_named(monkeypatch, caplog):
     """Its error is nothing that the policy did: as an observation it would teach not to call the tool."""
 
     def query() -> str:
         """Look it up."""
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
-    env = mt.MultiTurnToolEnv([query], system_prompt=None)
+    def catches() -> str:
+        """Look it up."""
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        except ValueError as error:
+            return str(error)
+
+    env = mt.MultiTurnToolEnv([query, catches], system_prompt=None)
     with pytest.raises(ToolsUnavailable, match="^query sets a signal handler"):
         run_async(env.call_tool(ToolCall("query", {})))
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
+    assert run_async(env.call_tool(ToolCall("catches", {}))).error is None
+    assert "catches sets a signal handler" in caplog.text
 
 
 def test_a_reward_limits_its_own_time_by_sigalrm():

@@ -64,8 +64,10 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
             raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
         return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=result.error)
     if isinstance(result, ResultInParts):
+        if reader is None and result.text is None:
+            raise ValueError("the tool returned an image, and this run's model reads text alone")
         try:
-            return as_result(result.text if reader is None and result.text is not None else result.parts, reader)
+            return as_result(result.text if reader is None else result.parts, reader)
         except ValueError as error:
             if result.text is None:
                 raise
