@@ -20,10 +20,10 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1295,
-    "core": 13001,
+    "core": 13000,
     "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 21012,
+    "script and package": 21011,
     "scripts": 8483,
     "tools and rewards": 2843,
     "tests": 34618,

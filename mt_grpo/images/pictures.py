@@ -27,7 +27,7 @@ FIRST_ID = 2**32  # no vocabulary is as large
 MOST_PICTURES = 999  # of one context: as many as vLLM reads unless it is told otherwise
 ID_DIGITS = 12  # of the digest, so that an id fits into a tensor of 64 bits
 PLACE = "\ufdd0\ufdd1"  # the place of the next image of a row, in a text that is not yet what the model reads
-# The secret is what no tool can guess, next to two characters that no text has. `pattern` finds marks.
+# The secret is what no tool can guess. Group 1 of what the pattern finds is an image's name; None: a part of a mark.
 MARKS = types.SimpleNamespace(secret=secrets.token_hex(4), pattern=None)
 TOWER = re.compile(r"\bvisual\.")  # in the names of modules that read images
 
@@ -157,7 +157,6 @@ def share_marks(on_main_process: Callable) -> None:
     """Use the main process's secret, so that all ranks read each other's texts (rewards of groups). Collective."""
     secret = MARKS.secret = on_main_process(lambda: MARKS.secret)
     mark, part = f"{secret}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(secret) + ID_DIGITS}}}"
-    # Group 1 is the image's name, None for a part of a mark.
     MARKS.pattern = re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")
 
 
