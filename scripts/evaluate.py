@@ -293,14 +293,18 @@ def roll_out(
         bar.update()
 
     in_process = isinstance(backend, InProcessBackend)
-    with torch.random.fork_rng() if in_process else contextlib.nullcontext():
-        torch.manual_seed(seed)
-        for first in range(0, len(rollouts), batch_size):
-            conversations = [converse(rollout) for rollout in rollouts[first : first + batch_size]]
-            if in_process:
-                backend.serve(conversations)
-            else:
-                run_async(gather_all(conversations))
+    try:
+        with torch.random.fork_rng() if in_process else contextlib.nullcontext():
+            torch.manual_seed(seed)
+            for first in range(0, len(rollouts), batch_size):
+                conversations = [converse(rollout) for rollout in rollouts[first : first + batch_size]]
+                if in_process:
+                    backend.serve(conversations)
+                else:
+                    run_async(gather_all(conversations))
+    except BaseException:
+        env.close(rollouts)
+        raise
     return rollouts
 
 

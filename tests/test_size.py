@@ -20,13 +20,13 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1295,
-    "core": 13000,
+    "core": 12996,
     "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 21011,
-    "scripts": 8483,
+    "script and package": 21007,
+    "scripts": 8487,
     "tools and rewards": 2843,
-    "tests": 34618,
+    "tests": 34630,
     "docs": 3985,
     "recipes": 2566,
     "root": 437,

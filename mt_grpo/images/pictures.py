@@ -215,10 +215,9 @@ def image_parts(messages: Any) -> list[dict[str, Any]]:
 
 
 class SaidPictures:
-    """What `said_text` converts contents of messages with, to whose `pictures` it appends their images.
+    """The images of contents that `said_text` converts. Marks of `pictures`, to which it appends, stay in texts.
 
-    Marks of `pictures` stay in texts. With `places` a part may be the place of a row's image, and with `paths` its
-    image may be the path of a file. Without a tokenizer that reads images they are rejected.
+    `places`: a part may be the place of a row's image; `paths`: its image may be the path of a file.
     """
 
     def __init__(

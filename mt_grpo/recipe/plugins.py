@@ -167,16 +167,18 @@ def load_lists(path: str, key: str, names: list[str]) -> list:
 
 
 def load_named(reference: str, key: str) -> tuple[Any, str, str]:
-    """(what `path.py:name` names, the name, the path). Raises `ValueError` or `AttributeError` if there is none."""
+    """(what `path.py:name` names, the name, the path). Raises `ValueError` if there is none."""
     path, _, name = reference.rpartition(":")
     path = absolute(path or reference)
     # A class in the tools file shares its globals.
     module = sys.modules.get(module_name(path, "tools_script")) or import_file(path, key)
+    if not hasattr(module, name):
+        raise ValueError(f"{key}: {path!r} has no {name!r}. Expected path.py:name.")
     return getattr(module, name), name, path
 
 
 def load_class(reference: str, key: str) -> type:
-    """The class that `path.py:Class` names. Raises `ValueError` or `AttributeError` if there is none."""
+    """The class that `path.py:Class` names. Raises `ValueError` if there is none."""
     return load_named(reference, key)[0]
 
 

@@ -149,14 +149,9 @@ def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> to
 
 credit_estimator("outcome", outcome_advantages, per_turn=False)
 credit_estimator("merged", merged_advantages, per_turn=False)
-credit_estimator(
-    "turn_return", turn_return_advantages, reads=("turn_advantage_coef", "turn_discount", "outcome_in_return")
-)
-credit_estimator(
-    "gigpo",
-    gigpo_advantages,
-    reads=("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline", "state"),
-)
+RETURNS = ("turn_advantage_coef", "turn_discount", "outcome_in_return")
+credit_estimator("turn_return", turn_return_advantages, reads=RETURNS)
+credit_estimator("gigpo", gigpo_advantages, reads=(*RETURNS, "state_baseline", "state"))
 credit_estimator("zero_sum", zero_sum_advantages, reads=("turn_advantage_coef",))
 credit_estimator("progress_credit", progress_credit_advantages, reads=("turn_advantage_coef", "turn_discount"))
 

@@ -189,6 +189,8 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
         name = get_callable_name(func)
         if isinstance(func, torch.nn.Module):
             raise ValueError(f"Reward {name} is a model. Write a function that runs it, or asks it over HTTP.")
+        if max(sum(func is other for other in funcs) for funcs in (turn_funcs, outcome_funcs)) > 1:
+            raise ValueError(f"Reward {name} is twice in one list. Set turn_reward_weights or outcome_reward_weights.")
         if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
             raise ValueError(f"Reward {name} takes no **kwargs. Add it: every dataset column is passed by name.")
 
@@ -370,8 +372,7 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
         return await returned
 
     arguments, rest.__name__ = own_copy(columns), func.__name__
-    main = threading.main_thread().ident
-    limit = threading.Timer(min(timeout, threading.TIMEOUT_MAX), signal.pthread_kill, [main, WAKE])
+    limit = threading.Timer(min(timeout, threading.TIMEOUT_MAX), signal.pthread_kill, [threading.get_ident(), WAKE])
     limit.daemon = True
     signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
     faulthandler.dump_traceback_later(min(timeout, 1e9) + GRACE, exit=True, file=2)
@@ -387,7 +388,9 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
             raise OutOfTime
     except OutOfTime:
         raise ToolTimeout(f"{func.__name__} took longer than {timeout:g} s") from None
-    except SystemExit as error:  # which would end the run without a word
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # such as SystemExit, which would end the run without a word, and without a save
         raise RuntimeError(error_line(error)) from error
     if not inspect.isawaitable(returned):
         return returned

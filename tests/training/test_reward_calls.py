@@ -165,8 +165,14 @@ def test_the_first_error_is_raised_also_of_async_ones_and_system_exit_ends_no_ru
 
     with pytest.raises(RuntimeError, match="Reward broken raised KeyError: 'gold'"):
         scored(lambda **kwargs: [0.0, 0.0], broken)
+
+    def cancelled(**kwargs):
+        raise asyncio.CancelledError
+
     with pytest.raises(RuntimeError, match="Reward leaves raised RuntimeError: SystemExit: 3"):
         scored(leaves, broken)
+    with pytest.raises(RuntimeError, match="Reward cancelled raised RuntimeError: CancelledError"):
+        scored(cancelled)
 
 
 def test_what_ends_a_process_ends_with_its_reward(monkeypatch):
@@ -246,6 +252,12 @@ def test_rewards_of_one_name_are_apart():
 
 def test_the_main_outcome_is_the_one_that_counts_most_also_against():
     assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
+
+
+def test_the_same_reward_twice_is_refused():
+    with pytest.raises(ValueError, match="Reward judged is twice in one list"):
+        check_rewards([judged], [judged, length, judged])
+    check_rewards([judged], [judged])  # of two kinds
 
 
 @pytest.mark.parametrize("number", [torch.ones(2), "1", 10**400, float("inf"), [1.0]])

@@ -305,9 +305,6 @@ def as_tool(tool: Any) -> Callable:
     return made
 
 
-# A call and its arguments.
-
-
 def unreadable(call: ToolCall, call_format: str = CALL_FORMAT) -> str:
     """The error of a call that cannot be parsed, with an example of the tool format."""
     return f"{call.error}. Expected: {call_format}"
