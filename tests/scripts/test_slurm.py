@@ -201,8 +201,8 @@ def test_a_server_that_does_not_start_ends_the_job_with_its_log(tmp_path):
 
 def test_a_port_that_is_in_use_ends_the_job(tmp_path, stand_in_python):
     """The second server's, of two on a node."""
-    with socket.create_server(("127.0.0.2", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port() + 1  # the system gives neither of the two to a client
+    with socket.create_server(("127.0.0.2", port)):
         with Job(tmp_path, 2, python=stand_in_python, RECIPE=TINY, PORT=str(port - 1), GPUS="2") as job:
             assert job.process.wait(150) == 2, job.said()
     assert f"slurm: error: another program listens at 127.0.0.2:{port}" in job.said(), job.said()
