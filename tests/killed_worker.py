@@ -5,7 +5,6 @@ The environment variable KILLED says where: in rollouts, in the optimizer step, 
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,8 +25,7 @@ def killed_and_resumed(folder, place, arguments, env=None):
     resumed = subprocess.run([*command, "--resume_from_checkpoint", "last"], cwd=ROOT, env=env, capture_output=True,
                              text=True)  # fmt: skip
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    last = "checkpoint-[46], after step [46]" if place == "rollouts" else "checkpoint-4, after step 4"
-    assert re.search(last, resumed.stdout), resumed.stdout
+    assert any(f"checkpoint-{n}, after" in resumed.stdout for n in (4, 6)[: 1 + (place == "rollouts")]), resumed.stdout
     return steps_of(folder / "out"), dict(json_lines(folder / "notes"))  # of a step the resumed run's
 
 
