@@ -263,6 +263,8 @@ def segments(folder: Path) -> dict[int, dict[int, Path]]:
         if match := SEGMENT.fullmatch(path.name):
             files = of_rank.setdefault(int(match[1]), {})
             files[int(match[2] or max(files, default=0) + 1)] = path
+        elif path.suffix == ".gz":
+            tell_once(f"{path} is of an earlier version and is not read. Decompress it with gunzip.")
     return dict(sorted(of_rank.items()))
 
 

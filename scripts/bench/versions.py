@@ -102,7 +102,7 @@ def copied(kind: str) -> Path:
 
 
 def counted(lines: list[str]) -> dict[str, int]:
-    """What the last lines of pytest say, added up.
+    """Add up the counts in the last lines of pytest.
 
     >>> counted(["= 2 failed, 6872 passed, 41 warnings in 500.12s (0:08:20) =", "= 106 passed in 9.80s ="])
     {'failed': 2, 'passed': 6978}

@@ -146,7 +146,7 @@ def test_the_schema_of_the_prompt_of_xml_is_the_same():
     assert json.loads(lines["items"]) == {"type": "array", "items": ITEM}
     assert list(lines) == ["unit", "day", "size", "items", "at", "more"]
 
-    def said() -> ToolResult:
+    def said() -> ToolResult | str:
         """Says."""
 
     assert signature_of(said) == "() -> str"  # what the model reads of it

@@ -297,7 +297,7 @@ class ChatFormat:
     def refusal(self, what: str) -> ValueError:
         """The error for a chat template that does not work with this format."""
         name = self.tokenizer.name_or_path or "this tokenizer"
-        advice = "Use another one (hermes, xml), or a chat template that supports such conversations."
+        advice = "Use another tool_format, or a chat template that supports such conversations."
         return ValueError(f"The chat template of {name} does not work with this tool_format: {what}. {advice}")
 
     # -- what the model writes --

@@ -19,7 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.tools.results import json_form
-from mt_grpo.rollout import Origin, ToolCall, ToolResult
+from mt_grpo.rollout import Origin, ToolCall
 
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
 EMPTY = inspect.Parameter.empty
@@ -144,7 +144,7 @@ def described(tool: Callable) -> dict[str, Any]:
     function = {"name": tool.__name__, "description": description, "parameters": parameters | definitions}
     hint = typing.get_type_hints(tool, include_extras=True).get("return", EMPTY)
     with suppress(Exception):  # no hint, or none that JSON can hold; a class's own hooks may raise anything
-        function["return"] = json_schema(TypeAdapter(str if hint is ToolResult else hint), "serialization")
+        function["return"] = json_schema(TypeAdapter(str if "ToolResult" in str(hint) else hint), "serialization")
         function["return"] |= {} if returns is None else {"description": returns}
     return function
 
