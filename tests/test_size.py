@@ -20,10 +20,10 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1295,
-    "core": 12996,
+    "core": 12995,
     "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 21007,
+    "script and package": 21006,
     "scripts": 8487,
     "tools and rewards": 2843,
     "tests": 34630,

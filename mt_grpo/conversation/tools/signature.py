@@ -68,9 +68,6 @@ def types_of(tool: Callable) -> dict[str, tuple[bool, TypeAdapter]]:
     return adapters
 
 
-# What the model reads of a tool.
-
-
 def as_json(value: Any) -> Any:
     """Convert a default value to JSON, in the same way in every process."""
     return json.loads(json.dumps(value, default=json_form))
