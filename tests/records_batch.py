@@ -70,20 +70,22 @@ class Unknown(Near):
 
 
 def make_trainer(model, out, edit=None, failed=(), at_once=(), funcs=golden.FUNCS, processing_class=None, **changes):
+    rows, wrapped = changes.pop("rows", lambda: golden.ROWS), changes.pop("wrapped", lambda args, cls: cls)
     args = dict(
         output_dir=str(out), per_device_train_batch_size=8, per_device_eval_batch_size=4, max_completion_length=512,
         max_env_steps=2, log_rollouts=8, max_steps=1, num_generations=4, scale_rewards="none", optim="sgd",
         turn_advantage_coef=0.5, learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0,
         shuffle_dataset=False,
     )  # fmt: skip
-    env = EditedEnv([golden.echo], system_prompt=None, max_steps=2)
+    config = MTGRPOConfig(**{**SMALL, **args, **changes})
+    env = wrapped(config, EditedEnv)([golden.echo], system_prompt=None, max_steps=2)
     env.edit, env.failed, env.at_once = edit, failed, at_once
     trainer = MTGRPOEnvTrainer(
-        model, env, *funcs, processing_class=processing_class, args=MTGRPOConfig(**{**SMALL, **args, **changes}),
+        model, env, *funcs, processing_class=processing_class, args=config,
         callbacks=[gradients := Gradients()],
         turn_reward_weights=golden.TURN_WEIGHTS if funcs is golden.FUNCS else None,
         outcome_reward_weights=golden.OUTCOME_WEIGHTS if funcs is golden.FUNCS else None,
-        train_dataset=Dataset.from_list(golden.ROWS), eval_dataset=Dataset.from_list(golden.ROWS),
+        train_dataset=Dataset.from_list(rows()), eval_dataset=Dataset.from_list(golden.ROWS),
     )  # fmt: skip
     trainer.llm = golden.ScriptedServer(trainer.processing_class)
     trainer.gradients = gradients.steps

@@ -43,7 +43,7 @@ ROWS = {
         "TRL environment classes", "OpenAI chat API", "OpenAI Responses API", "Anthropic API", "streaming",
         "agent by function", "agent by command", "token for token", "MCP", "gymnasium", "OpenEnv", "Harbor",
         "Python sandbox", "preflight", "viewer", "explain_credit", "evaluate", "export_sft", "one_file", "quickstart",
-        "tour", "SmolLM2", "an integration in another package",
+        "tour", "SmolLM2", "train_from_rollouts", "an integration in another package",
     ),
 }  # fmt: skip
 

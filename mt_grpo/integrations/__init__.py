@@ -9,4 +9,5 @@ openenv/         environments on OpenEnv servers
 mcp/             tools of MCP servers (Model Context Protocol)
 verl/            verl's tools and interactions
 ms_swift/        ms-swift's multi-turn schedulers and rewards
+replay/          rollouts of a log, in place of new ones
 """

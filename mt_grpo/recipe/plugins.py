@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 import types
 import zlib
@@ -31,6 +32,7 @@ INTEGRATIONS = {
     "ms_swift": "mt_grpo.integrations.ms_swift.keys:SwiftIntegration",
     "verl": "mt_grpo.integrations.verl.keys:VerlIntegration",
     "mcp": "mt_grpo.integrations.mcp.keys:McpIntegration",
+    "replay": "mt_grpo.integrations.replay.keys:ReplayIntegration",  # the last: around any other conversation
 }
 OWN = "the trainer's own conversation"  # what a key may need to have an effect, if no line of an integration
 
@@ -44,6 +46,7 @@ class Integration:
 
     keys: type  # the dataclass of the recipe keys
     line = ""  # the line of a recipe with which it replaces the trainer's own conversation, if it does
+    loads = ""  # `module:function` that `conversation` calls, imported only when a recipe needs it
 
     def runs(self, script_args: Any) -> bool:
         """Whether it runs the recipe's conversation, if none before it in the list does: `environment` names it."""
@@ -51,11 +54,15 @@ class Integration:
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """(class of conversations, classes of environments or None), if the integration runs the conversation."""
-        raise NotImplementedError
+        return pkgutil.resolve_name(self.loads)(script_args, args, base)
 
-    def around(self, script_args: Any, conversation: type) -> type:
+    def around(self, script_args: Any, args: Any, conversation: type) -> type:
         """Change the class of conversations, which may be that of another integration."""
         return conversation
+
+    def rows(self, script_args: Any) -> list[dict[str, Any]] | None:
+        """Training rows in place of those of `dataset_name`."""
+        return None
 
     def tools(self, script_args: Any) -> list[Callable]:
         """The tools of the recipe that this integration adds to those of `tools_script`."""
@@ -105,7 +112,7 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
     else:
         conversation, environment = load_environment(script_args.environment, script_args.tools_script, base)
     for each in known:
-        conversation = each.around(script_args, conversation)
+        conversation = each.around(script_args, args, conversation)
     return conversation, environment
 
 
@@ -116,11 +123,13 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     bring the prompts do not need.
     """
     name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
-    tests = eval_strategy != "no"
-    if not name and (environments is None or tests):
+    tests, rows = eval_strategy != "no", [each.rows(script_args) for each in integrations_of(script_args)]
+    train_rows = next(filter(None, rows), None)
+    if not name and ((environments is None and train_rows is None) or tests):
         raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
     split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
-    train_rows = load_rows(name, split, script_args.dataset_size, **how) if name else None
+    if train_rows is None and name:
+        train_rows = load_rows(name, split, script_args.dataset_size, **how)
     return train_rows, load_rows(name, test_split, **how) if tests else None
 
 

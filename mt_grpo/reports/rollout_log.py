@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1  # raised when a column changes its meaning
 TOKEN_COLUMNS = {"loss_mask": "tool_mask", "advantages": "advantages", "trainer_logprobs": "old_per_token_logps"}
 SEGMENT_BYTES = 64 * 2**20  # at which a segment is closed
+# What a turn has beside its columns, for `train_from_rollouts` (mt_grpo/integrations/replay).
+REST = ("messages", "continuation", "context", "after", "trained", "mask", "went_on", "state_key", "open_thinking")
 IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder next to the log, and how many images are written into it
 SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl")  # rank, number unless it is the open one
 
@@ -77,10 +79,11 @@ def rollout_rows(
     gives every turn, are of all N rollouts, and `columns` are the `turn_columns` of those at `places`. With a
     tokenizer turns have their tokens.
     """
-    tables = batch.reward, batch.logged, batch.rewards.turn, advantages, outcome
+    table = batch.rewards
+    tables = batch.reward, batch.logged, table.turn, advantages, outcome, table.outcome, table.rollout_turn
     values = zip(*(batch.own(table).cpu()[places].tolist() for table in tables))
     rows = []
-    for i, of_turns, (reward, per_function, per_turn, advantage, of_outcome) in zip(places, columns, values):
+    for i, of_turns, (reward, per_function, per_turn, advantage, of_outcome, *whole) in zip(places, columns, values):
         rollout = batch.rollouts[i]
         images = [
             {"name": each.name, "width": each.image.width, "height": each.image.height, "tokens": each.num_tokens}
@@ -109,6 +112,10 @@ def rollout_rows(
             "error": None if rollout.error is None else str(rollout.error),
             "info": [json_or_text(turn.info, skipkeys=True) for turn in rollout.turns],
         }
+        if tokenizer is not None:
+            more = {"outcome": whole[0], "rollout_turn": whole[1], "reward": rollout.reward, "row": batch.rows[i]}
+            more |= {"first_messages": rollout.first_messages, "prompt_ids": rollout.prompt_ids}
+            row["replay"] = json_or_text(more)
         rows.append(row)
     return rows
 
@@ -168,6 +175,7 @@ def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None)
             **columns,
             "read_ids": turn.observation_ids,
             "read_texts": token_texts(tokenizer, turn.observation_ids),
+            "replay": json_or_text({name: getattr(turn, name) for name in REST}),
         }
     return row
 

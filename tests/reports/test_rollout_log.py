@@ -3,39 +3,27 @@
 import json
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
 from datasets import Dataset, load_dataset
+from project import ROOT, json_lines
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
-from mt_grpo.reports.rollout_log import (
-    read_rollouts,
-    rollout_rows,
-    turn_columns,
-    turn_row,
-    write_rollouts,
-)
+from mt_grpo.reports.rollout_log import read_rollouts, rollout_rows, turn_columns, turn_row, write_rollouts
 from mt_grpo.rollout import Context, Generation, Record, Rollout, ToolCall, Turn
 from mt_grpo.training.batch import Batch
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/rollouts.md").read_text()
 TURN = {"text", "answer", "finish_reason", "seconds", "calls", "results", "observation", "num_tokens", "num_read",
         "num_trained", "reward", "policy_versions", "mean_logprob", "min_logprob", "record", "after", "context",
         "tools"}  # fmt: skip
 TOKENS = {"token_ids", "token_texts", "logprobs", "loss_mask", "advantages", "trainer_logprobs", "read_ids",
-          "read_texts", "prompt_ids"}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def project_folder(monkeypatch):
-    monkeypatch.chdir(ROOT)
+          "read_texts", "prompt_ids", "replay"}  # fmt: skip
 
 
 def test_a_resumed_run_keeps_what_stood_there(tmp_path):
@@ -44,13 +32,9 @@ def test_a_resumed_run_keeps_what_stood_there(tmp_path):
     Metrics are those of Trainer's history, NaN apart.
     """
     out = tmp_path / "out"
-
-    def metrics():
-        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
     arguments = ["--config", recipe_file(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, log_rollouts=3)]
     mt.main(arguments)
-    first, logged = list(read_rollouts(out)), metrics()
+    first, logged = list(read_rollouts(out)), json_lines(out / "metrics.jsonl")
     assert set(first[0]["turns"][0]) == TURN
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert [row["step"] for row in logged] == [1, 1] and logged[0]["reward"] == history[0]["reward"]
@@ -59,11 +43,13 @@ def test_a_resumed_run_keeps_what_stood_there(tmp_path):
     mt.main([*arguments, "--max_steps", "2", "--resume_from_checkpoint", str(out / "checkpoint-1")])
     both = list(read_rollouts(out))
     assert both[:3] == first and [row["step"] for row in both] == [0, 0, 0, 1, 1, 1]
-    assert metrics()[:2] == logged and [row["step"] for row in metrics()] == [1, 1, 2, 2]
+    rows = json_lines(out / "metrics.jsonl")
+    assert rows[:2] == logged and [row["step"] for row in rows] == [1, 1, 2, 2]
     for name in ("rollouts.rank0.00001.jsonl", "rollouts.rank1.00001.jsonl", "rollouts.rank1.jsonl", "notes.jsonl"):
         (out / name).write_text('{"step": 7}\n')  # of ranks that the new run does not have, too
     mt.main(arguments)
-    assert [row["step"] for row in read_rollouts(out)] == [0, 0, 0] and [row["step"] for row in metrics()] == [1, 1]
+    assert [row["step"] for row in read_rollouts(out)] == [0, 0, 0]
+    assert [row["step"] for row in json_lines(out / "metrics.jsonl")] == [1, 1]
     assert (out / "notes.jsonl").exists()
 
 
@@ -159,7 +145,7 @@ def test_a_row_holds_what_every_record_read():
     turns[0].calls = [ToolCall("f", {"x": math.nan})]
     rollout = Rollout([{"role": "user", "content": "Main."}], [1], turns=turns)
     none, table = torch.zeros(1), torch.zeros(1, 4)
-    rewards = SimpleNamespace(outcome=none, turn_total=none, turn=table)
+    rewards = SimpleNamespace(outcome=none, turn_total=none, rollout_turn=none, turn=table)
     batch = Batch([{}], 1, rollouts=[rollout], logged=torch.zeros(1, 0), rewards=rewards)
     columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in turns]
     (row,) = rollout_rows(batch, [0], [], table, none, [columns])

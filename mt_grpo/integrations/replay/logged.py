@@ -1,0 +1,20 @@
+"""The rewards of a log as reward functions, for `train_from_rollouts`. Weights are 1: what is logged is weighted."""
+
+
+def logged_turn(rollout_turns: list, **kwargs) -> list[list[float | None]]:
+    """What turn functions that return a number per turn gave together."""
+    return [[turn.info["logged"]["turn"] for turn in turns] for turns in rollout_turns]
+
+
+def logged_rollout_turn(rollout_turns: list, **kwargs) -> list[float | None]:
+    """What turn functions that return one number per rollout gave together."""
+    return [turns[0].info["logged"]["rollout_turn"] for turns in rollout_turns]
+
+
+def logged_outcome(rollout_turns: list, **kwargs) -> list[float | None]:
+    """What outcome functions gave together."""
+    return [turns[0].info["logged"]["outcome"] for turns in rollout_turns]
+
+
+TURN_REWARD_FUNCS = [logged_turn, logged_rollout_turn]
+OUTCOME_REWARD_FUNCS = [logged_outcome]
