@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import re
+import resource
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -18,8 +19,10 @@ from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from accelerate.utils import gather_object, is_peft_model
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import TrainerCallback
 
 from mt_grpo.base.errors import RunError, ServerError, error_line
@@ -31,6 +34,7 @@ from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.pass_metrics import EFFECTIVE_SHARE
+from mt_grpo.training.passes import window_of
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
 
@@ -211,9 +215,7 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
 
     def calls_of(r: Rollout) -> list[tuple]:
         calls = [(turn, call, result) for turn in r.turns for call, result in zip(turn.calls, turn.results)]
-        return [
-            (str(call.name), res.error, res.error and res.text[:500], turn.finish_reason) for turn, call, res in calls
-        ]
+        return [(str(call.name), res.error, res.error and res.text[:500], t.finish_reason) for t, call, res in calls]
 
     groups, tools = defaultdict(list), defaultdict(list)  # of ids; of errors of the calls that reach a tool
     places = gather_object([(number, rollout.index // args.num_generations) for number, rollout in rollouts])
@@ -309,6 +311,8 @@ class Watch(TrainerCallback):
                 raise
             logger.warning(f"The report on the first batch failed: {error_line(error)}")
             return
+        if state.global_step == 0:  # a resumed policy may be far from its reference
+            self.facts["kl/first"] = self.facts.get("kl")
         if self.is_preflight:
             raise PreflightOver
         if state.is_world_process_zero:
@@ -317,17 +321,17 @@ class Watch(TrainerCallback):
                 logger.warning(f"{trouble.name}: {trouble.text}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "reward" in logs:  # "kl/first": before the first optimizer step
-            self._warn(state, WINDOW, {"kl/first": logs.get("kl")} if state.global_step == 1 else {})
+        if logs and "reward" in logs:
+            self._warn(state, WINDOW)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.warned = set()  # what is still so is said again
-        self._warn(state, LEAST_LOGS, {})
+        self._warn(state, LEAST_LOGS)
 
-    def _warn(self, state: Any, least: int, facts: dict[str, Any]) -> None:
+    def _warn(self, state: Any, least: int) -> None:
         logs = [log for log in state.log_history if "reward" in log]
         window = min(WINDOW, max(len(logs), least))
-        facts |= facts_of_logs(logs, self.trainer.reward_functions.main_outcome, window)
+        facts = facts_of_logs(logs, self.trainer.reward_functions.main_outcome, window)
         for trouble in troubles(facts) if state.is_world_process_zero else ():
             if trouble.name not in self.warned:
                 self.warned.add(trouble.name)
@@ -354,21 +358,45 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def plan(trainer: ResumableTrainer) -> list[str]:
-    """The lines about the room that a run needs."""
-    args, model, per_device = trainer.args, trainer.model, trainer.args.per_device_train_batch_size
+    """The lines about the room that a run needs. Collective."""
+    args, model = trainer.args, trainer.model
     prompt, completion = longest_prompt(trainer.env, trainer.train_dataset), args.max_completion_length
-    tokens = args.max_tokens_per_pass or per_device * (prompt + completion)
-    logits = 4 * min(tokens, per_device * completion) * model.config.get_text_config().vocab_size
+    rows = args.per_device_train_batch_size * window_of(args, trainer.loss_type)
+    num_prompts = rows // args.num_generations or 1 if trainer.layout.kind == "shared" else rows
+    budget = args.max_tokens_per_pass or args.per_device_train_batch_size * (prompt + completion)
+    tokens = max(min(num_prompts * prompt + rows * completion, budget), prompt + completion)
     sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
     weights, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
     weights *= 1 + bool(args.beta and getattr(trainer, "ref_model", None) is not None)
+    kept = 0 if trainer._is_sharded else bytes_per_token(trainer)
+    of_tokens = f" ({gib(kept * tokens)})" if kept else ""
+    free = torch.cuda.mem_get_info()[0] if model.device.type == "cuda" else psutil.virtual_memory().available
     return [
         f"context  {prompt} (longest prompt) + {completion} (max_completion_length) = {prompt + completion} tokens of "
         f"{trainer.env.max_model_len or 'any number'}",
         f"memory   {gib(weights + 3 * trained)} per rank before it is sharded (weights {gib(weights)}, gradients "
-        f"{gib(trained)}, Adam {gib(2 * trained)}), and activations of a pass of at most {tokens:,} tokens "
-        f"(max_tokens_per_pass): its logits take up to {gib(logits)}",
+        f"{gib(trained)}, Adam {gib(2 * trained)}), and what the layers keep of a pass of at most {tokens:,} tokens"
+        f"{of_tokens}; beside the weights {gib(free)} are free (see max_tokens_per_pass)",
     ]
+
+
+def bytes_per_token(trainer: ResumableTrainer) -> int:
+    """Bytes that the layers keep of a token for the backward pass: what one row of 128 keeps more than one of 64."""
+    model = trainer.accelerator.unwrap_model(trainer.model).train()
+    if trainer.args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    layers, totals = (model.get_base_model() if is_peft_model(model) else model).base_model, []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for length in (64, 128):
+        kept, ids = {}, torch.zeros(1, length, dtype=torch.long, device=model.device)
+        with saved_tensors_hooks(keep, lambda tensor: tensor), trainer.accelerator.autocast():
+            _graph = layers(input_ids=ids, use_cache=False)
+        totals.append(sum(kept.values()))
+    return (totals[1] - totals[0]) // 64
 
 
 def gib(num_bytes: float) -> str:
@@ -414,10 +442,12 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         facts = {**facts, **facts_of_batches(trainer, batches)}
     found = troubles(facts)
     pointless = any(trouble.pointless for trouble in found)
-    memory = f"; {gib(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
+    on_gpu = trainer.model.device.type == "cuda"
+    memory = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
     prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
-    say("", "The first prompt, as the model reads it:", prompt, "", f"{summary(facts)}{memory}", "")
+    say("", "The first prompt, as the model reads it:", prompt, "")
+    say(f"{summary(facts)}; {gib(memory)} of memory before Adam's", "")
     say("Problems, causes first:" if found else "No problem was found.")
     for number, trouble in enumerate(found, 1):
         say(f"  {number}. {trouble.name}: {trouble.text}")

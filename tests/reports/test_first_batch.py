@@ -2,21 +2,20 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from project import ROOT
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
-from mt_grpo.reports.preflight import READINGS, facts_of_batches, run_preflight, troubles
+from mt_grpo.reports.preflight import READINGS, bytes_per_token, facts_of_batches, run_preflight, troubles
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.rewards import RewardFunctions
 
-ROOT = Path(__file__).resolve().parents[2]
 CALCULATOR = ROOT / "hf_recipes/tiny/calculator.yaml"
 CONSTANT = (
     "def constant(rollout_turns, **kwargs):\n    return [0.3] * len(rollout_turns)\nOUTCOME_REWARD_FUNCS = [constant]"
@@ -38,11 +37,6 @@ NO_SYSTEM = (
     "{% for message in messages if message['role'] != 'system' %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def project_folder(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def recipe_file(folder, source=CALCULATOR, **changes):
@@ -71,9 +65,22 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     assert (code, found) == (0, [])
     assert "34 (longest prompt) + 160 (max_completion_length) = 194 tokens of 1024" in text
     assert "memory   0.0135 GiB per rank before it is sharded (weights 0.00337 GiB, gradients 0.00337 GiB" in text
+    assert "of a pass of at most 2,628 tokens (0.134 GiB); beside" in text  # 2 prompts of 34, 16 completions of 160
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
-    assert re.search(r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal$", text, re.M)
+    assert re.search(
+        r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal; \d", text, re.M
+    )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_the_layers_keep_of_a_token(checkpointing, tmp_path):
+    """By hand, of four layers in float32. Of one that is computed again its input stays."""
+    path = recipe_file(tmp_path, gradient_checkpointing=checkpointing)
+    kept = bytes_per_token(mt.build_trainer(*mt.parse_arguments(["--config", path])))
+    hidden, heads, inner = 128, 4 * 32, 384
+    layer = hidden if checkpointing else 5 * hidden + 9 * heads + 4 * inner  # 9: queries, keys, values, their norms
+    assert 4 * 4 * layer <= kept <= 4 * (4 * 1.01 * layer + 4 * hidden)  # and the last norm's
 
 
 def test_every_run_opens_with_a_look_at_its_first_batch(tmp_path, capsys, caplog):
