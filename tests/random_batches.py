@@ -21,7 +21,13 @@ def nothing(completions, **kwargs):
 
 
 def random_rows(
-    seed: int, count: int, further: bool, uneven: bool = False, some_scored: bool = False, cut: bool = False
+    seed: int,
+    count: int,
+    further: bool,
+    uneven: bool = False,
+    some_scored: bool = False,
+    cut: bool = False,
+    quiet: bool = False,
 ) -> list[dict]:
     """Rows of TRL's batch without padding. Some have no trained token, some one token, and prompts come back.
 
@@ -32,6 +38,7 @@ def random_rows(
         uneven: Whether the first half is much longer than the second one. A group of four may lie in both.
         some_scored: Whether some rollouts have no score, and so no trained token.
         cut: Whether the end of each first record is one of its own.
+        quiet: Whether the advantages of every second group are 0.
     """
     rng = random.Random(seed)
     prompts = [[rng.randrange(200) for _ in range(rng.choice(PROMPTS))] for _ in range(count // GROUP_SIZE)]
@@ -53,6 +60,8 @@ def random_rows(
             for each in (first, *first["further"]):
                 each["trained"] = [0] * len(each["trained"])
             first["scored"] = False
+        for each in (first, *first["further"]) if quiet and i // GROUP_SIZE % 2 else ():
+            each["advantages"] = [0.0] * len(each["advantages"])
         if cut:
             first["further"] = [*cut_row(first, of_cuts), *first["further"]]
         rows.append(first)
@@ -122,7 +131,7 @@ class OfBatches(MTGRPOEnvTrainer):
 
     def _generate_and_score_completions(self, inputs):
         count, ranks = len(inputs), self.accelerator.num_processes
-        seed, names = self.settings.get("seed", 0) + self._step, ("further", "uneven", "some_scored", "cut")
+        seed, names = self.settings.get("seed", 0) + self._step, ("further", "uneven", "some_scored", "cut", "quiet")
         whole = self.settings.get("only_scored", count * ranks)
         rows = random_rows(seed, whole, *(self.settings.get(name, False) for name in names))
         if "only_scored" in self.settings:
@@ -143,7 +152,7 @@ def make_trainer(model, out, layout, settings, **changes):
         max_completion_length=64, max_env_steps=2, num_generations=GROUP_SIZE, optim="sgd", learning_rate=0.1,
         lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False, share_prompts=layout != "trl",
     )  # fmt: skip
-    own = {"vllm", "further", "seed", "peft", "uneven", "some_scored", "only_scored", "cut"}
+    own = {"vllm", "further", "seed", "peft", "uneven", "some_scored", "only_scored", "cut", "quiet"}
     args |= {key: value for key, value in settings.items() if key not in own} | changes
     trainer = OfBatches(
         model, MultiTurnToolEnv([], system_prompt=None), [], [nothing], args=MTGRPOConfig(**args),

@@ -36,6 +36,7 @@ class Pass(dict):
     shared: SharedRow | None = None  # the same rows as one that shares prompts; None: they are computed as they are
     num_tokens, weight = 0, 0.0  # how many it computes; its trained tokens on all ranks
     is_weighted = is_first = False  # its loss mask has weights (`weighed`); no pass of the policy came before it
+    is_quiet = False  # its rows have no gradient (`without_signal`)
     pictures: tuple[Picture, ...] = ()  # those of rows of other ranks: its tensors keep none
 
 
@@ -272,6 +273,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     is_first = skips_first_pass(trainer) and "old_per_token_logps" not in micro_batches[0]
     num_trained, dummy = max(1, sum(row.num_trained for row in rows)), dummy_row(rows[0])
     longest = most_of_ranks(max(map(len, rows)), accelerator)
+    num_quiet = 0
     if compares_tokens(args):
         bins = [rows]
     else:
@@ -279,13 +281,18 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         if training and loss_type != "bnpo":  # transformers weighs an evaluation's losses by rank
             rows = balance(rows, budget, shares, accelerator)
         together = accelerator.num_processes > 1 and not shares
-        bins = fill_together(rows, budget, accelerator) if together else fill(rows, budget, shares)
+        quiet = without_signal(trainer, rows)
+        bins = []
+        for each in ([row for row in rows if row.group in quiet], [row for row in rows if row.group not in quiet]):
+            num_quiet = len(bins)
+            bins += fill_together(each, budget, accelerator) if together else fill(each, budget, shares)
+            bins += [[] for _ in range(most_of_ranks(len(bins), accelerator) - len(bins))]
     bins += [[] for _ in range(max(most_of_ranks(len(bins), accelerator), count) - len(bins))]
     sums = torch.tensor([[[float(len(rows)), float(sum(row.num_trained for row in rows))] for rows in bins]])
     of_ranks = accelerator.gather(sums.to(accelerator.device))  # (ranks, passes, 2)
     most_rows, weights = of_ranks[:, :, 0].amax(0).clamp(min=1), of_ranks[:, :, 1].sum(0)
     passes = []
-    for rows, num_rows, weight in zip(bins, most_rows.int().tolist(), weights.tolist(), strict=True):
+    for number, (rows, num_rows, weight) in enumerate(zip(bins, most_rows.int().tolist(), weights.tolist())):
         # INVARIANT: all ranks have as many rows in a pass. TRL gathers one number per row for its metrics.
         each = to_pass([*rows, *[dummy] * (num_rows - len(rows))], trainer.pad_to_multiple_of or 1, shares)
         each["num_items_in_batch"], each.loss_type, each.is_weighted = num_items, loss_type, is_weighted
@@ -293,10 +300,18 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
             each.scale = num_rows / mean_of
         elif loss_type == "bnpo":  # as TRL has it: of the tokens of this rank's micro-batch
             each.scale = sum(row.num_trained for row in rows) / num_trained
-        each.weight, each.is_first = weight, is_first
+        each.weight, each.is_first, each.is_quiet = weight, is_first, number < num_quiet
         passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]
     return [{PASSES: passes[first:last]} for first, last in zip(cuts, cuts[1:])]
+
+
+def without_signal(trainer: Any, rows: list[TrainedRow]) -> set[int | None]:
+    """The groups in training in which all trained tokens have the advantage 0, so that their loss has no gradient."""
+    if not trainer.model.training or trainer.beta or trainer.aux_loss_enabled:
+        return set()  # with a KL term or a router's loss it is not
+    moves = [(row.values["advantages"].cpu() * torch.tensor(row.trained)).any() for row in rows]
+    return {row.group for row in rows if row.own} - {row.group for row, each in zip(rows, moves) if each}
 
 
 def rows_in_mean(trainer: Any, micro_batch: dict[str, Any]) -> float:
@@ -366,10 +381,7 @@ def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
             groups[row.prompt].append(row)
     pairs = [sorted(group, key=lambda row: longest * row.own)[:2] for group in groups.values()] or [rows[:1]]
     # Pictures have positions of their own, so that a pair without any would prove nothing of them.
-    pair = min(
-        pairs,
-        key=lambda pair: (not any(row.shown for row in pair), -len(pair), longest * sum(row.own for row in pair)),
-    )
+    pair = min(pairs, key=lambda p: (not any(row.shown for row in p), -len(p), longest * sum(row.own for row in p)))
     return to_pass(pair, multiple, shares=True)
 
 
@@ -385,12 +397,13 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
     trainer.router_aux_loss_coef /= len(passes)  # the router's loss is of a micro-batch
     try:
         for each in others:
-            if trainer.model.training:
+            if trainer.model.training and not each.is_quiet:
                 with without_sync(trainer.accelerator, model, trainer.is_deepspeed_enabled):
                     total += Trainer.training_step(trainer, model, each, num_items)
                 trainer.layout.forget_masks()
             else:
-                total += trainer.compute_loss(model, each)
+                with torch.no_grad():
+                    total += trainer.compute_loss(model, each)
         return total + trainer.compute_loss(model, last)
     finally:
         trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef

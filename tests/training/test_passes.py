@@ -65,6 +65,13 @@ SETTINGS = [
     dict(loss_type="grpo", further=True, vllm="token"),
     dict(loss_type="sapo", further=True, gradient_accumulation_steps=1, seed=1),
     dict(loss_type="bnpo", further=True),
+    *[
+        dict(loss_type=name, quiet=True, seed=11, vllm="token")
+        for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo")
+    ],
+    dict(loss_type="cispo", quiet=True, seed=11, epsilon_high=5.0, **ONE_MICRO_BATCH),
+    dict(loss_type="vespo", quiet=True, seed=11, vllm="sequence", **OF_SEQUENCES),
+    dict(loss_type="dapo", quiet=True, seed=11, further=True, num_iterations=2, max_steps=4),
 ]
 
 
@@ -94,6 +101,21 @@ def test_a_step_has_trls_gradient(random_model, tmp_path, settings):
                 assert metrics(ours) == pytest.approx(metrics(whole["log"][theirs["step"] - 1]), abs=1e-5, nan_ok=True)
                 if settings.get("gradient_accumulation_steps") == 1 and "further" not in settings:
                     assert metrics(ours) == pytest.approx(metrics(theirs), abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_groups_without_signal_have_no_backward_pass(random_model, tmp_path, quiet):
+    settings = dict(loss_type="dapo", quiet=quiet, seed=11, max_tokens_per_pass=80)
+    trainer = batches.make_trainer(random_model, tmp_path, "shared", settings)
+    graded, own = [], trainer._get_per_token_logps_and_entropies
+
+    def counted(*inputs, **kwargs):
+        graded.append(torch.is_grad_enabled())
+        return own(*inputs, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = counted
+    trainer.train()
+    assert (graded.count(False) > 2) == quiet and sum(graded) >= 4  # two prove the layout
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -169,7 +191,7 @@ def passes_of(loss_type, training=True, layout="padded"):
     (found,) = into_passes(
         SimpleNamespace(
             args=args, accelerator=accelerator, model=SimpleNamespace(training=training), loss_type=loss_type,
-            pad_to_multiple_of=None, layout=SimpleNamespace(kind=layout), use_vllm=False,
+            pad_to_multiple_of=None, layout=SimpleNamespace(kind=layout), use_vllm=False, beta=0.1,
         ), [micro_batch],
     )  # fmt: skip
     return found[PASSES]
