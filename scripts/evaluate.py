@@ -21,7 +21,7 @@ from typing import Any
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--config", required=True, help="recipe")
-PARSER.add_argument("--model", help="path or name; default: the recipe's (with --server: only its tokenizer)")
+PARSER.add_argument("--model", help="path or name; default: the recipe's. With --server: what it must hold")
 PARSER.add_argument("--server", help="evaluate what this vLLM server serves, such as http://127.0.0.1:8000")
 PARSER.add_argument("--num_problems", type=int, default=512)
 PARSER.add_argument("--split", default="test", help="test (default) or train")
@@ -39,14 +39,8 @@ from mt_grpo.rollout import Rollout  # the package comes before torch (mt_grpo/_
 import torch
 from recipes import Recipe, accepted_answers, load_recipe
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    GenerationConfig,
-    TrainerState,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers.trainer_callback import TrainerState
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
@@ -56,9 +50,9 @@ from mt_grpo.base.rows import prompts_of
 from mt_grpo.conversation.conversations import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.forward import forbid, inputs_of_requests
-from mt_grpo.images.pictures import reader_of, with_pictures
+from mt_grpo.images.pictures import is_picture, reader_of, with_pictures
 from mt_grpo.images.reader import FAMILIES, image_reader, readable_messages
-from mt_grpo.recipe.checks import check_generation_kwargs, check_images, check_tokenizer
+from mt_grpo.recipe.checks import check_generation_kwargs, check_images, check_tokenizer, prompt_ids_of
 from mt_grpo.recipe.data import empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards, load_splits
 from mt_grpo.training.batch import Batch
@@ -146,6 +140,7 @@ def evaluate(
     progress: bool = True,
     greedy: bool = False,
     show: int = 0,
+    holds: str | None = None,
 ) -> dict[str, Any]:
     """Roll out `k` conversations for each of `num_problems` problems and score them with the recipe's rewards.
 
@@ -161,6 +156,7 @@ def evaluate(
         progress: Show a bar on standard error.
         greedy: Take the most probable token each time: what the model can do before any training.
         show: The first so many `conversations` are in the result, too.
+        holds: Path or name of the model whose weights the server must hold: logprobs of a prompt are compared.
 
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
@@ -211,8 +207,9 @@ def evaluate(
     if served:  # a model's name says nothing after a push
         known = {None: "unknown: the server does not say", "default": "those that the server was started with"}
         weights = known.get(version, f"version {version}, pushed by a training run: not the named model's")
+    if served and holds:
+        weights = check_weights(model, holds, args, model_args, prompt_ids_of(env, rows[0]), env.format_of(tokenizer))
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
-    turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
     policy, written = {}, env.format_of(tokenizer)
     if "policy" in asked_of(functions.functions):
@@ -229,8 +226,8 @@ def evaluate(
     finally:
         env.close(rollouts)
 
-    exact = next((scores[name] for name in outcome_names if "exact_match" in name), None)
-    found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
+    exact = next((scores[name] for name in functions.outcome_names if "exact_match" in name), None)
+    found = next((scores[name] for name in functions.turn_names if any(n in name for n in RESULT_FOUND)), None)
     if found:  # who read no result found nothing, unless the row has no answer
         read = [any(turn.results for turn in rollout.turns) for rollout in rollouts]
         missed = [not any_read and row.get("answer") is not None for any_read, row in zip(read, repeated, strict=True)]
@@ -253,8 +250,8 @@ def evaluate(
         "num_problems": len(rows), "k": k, "seed": None if served or greedy else seed,
         "temperature": 0.0 if greedy else args.temperature,
         "rewards": {
-            "turn": {name: mean(scores[name]) for name in turn_names},
-            "outcome": {name: mean(scores[name]) for name in outcome_names},
+            "turn": {name: mean(scores[name]) for name in functions.turn_names},
+            "outcome": {name: mean(scores[name]) for name in functions.outcome_names},
         },
         "exact_match": exact and mean([v and float(v > 0) for v in exact]),
         "pass_at_k": solved and mean(solved),
@@ -265,6 +262,29 @@ def evaluate(
         "seconds": round(time.perf_counter() - started, 2),
         **({"conversations": conversations(rollouts[:show], scores)} if show else {}),
     }  # fmt: skip
+
+
+def check_weights(
+    client: mt.VLLMServerClient,
+    path: str,
+    args: mt.MTGRPOConfig,
+    model_args: mt.ModelKeys,
+    ids: list[int],
+    written: Any,
+) -> str:
+    """What a server holds, in words. Raises `ServerError` unless its logprobs of `ids` are those of the model."""
+    model = load_model(path, args, model_args)
+    count = next((k for k, each in enumerate(reversed(ids[1:])) if is_picture(each)), len(ids) - 1)
+    (ours,) = scores_of_model(model, written, contextlib.nullcontext).logprobs([ids[:-count]], [ids[-count:]])
+    theirs = client.score(ids)[-count:]
+    gap = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(theirs)
+    exact = model.dtype == torch.float32 and str(client.engine.settings(client)["dtype"]).endswith("float32")
+    if not gap <= (allowed := 1e-3 if exact else 0.1):  # as after a push
+        raise ServerError(
+            f"The server at {client.base_url} holds other weights than {path}: the mean difference of logprobs is "
+            f"{gap:.2g}, expected at most {allowed:g}. Start it with this model, or remove --model."
+        )
+    return f"those of {path} (mean difference of logprobs {gap:.1e})"
 
 
 def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]) -> list[dict[str, Any]]:
@@ -308,9 +328,7 @@ def roll_out(
     return rollouts
 
 
-def score(
-    functions: RewardFunctions, batch: Batch, timeout: float, asked: dict[str, Any]
-) -> dict[str, list[float | None]]:
+def score(functions: RewardFunctions, batch: Batch, timeout: float, asked: dict) -> dict[str, list[float | None]]:
     """Each reward function's value per rollout, the sum of its turns' where it gives a list; None: does not apply.
 
     No function sees a rollout whose environment failed. Raises `RuntimeError` if all did.
@@ -404,7 +422,8 @@ def main(argv: list[str] | None = None) -> None:
             model.wait_until_healthy()
             check_tokenizer(model, tokenizer, f"The server at {model.base_url}")
         further = "num_problems split seed k batch_size greedy show".split()
-        result = evaluate(model, recipe, tokenizer=tokenizer, **{name: vars(options)[name] for name in further})
+        given = {name: vars(options)[name] for name in further} | {"holds": options.server and options.model}
+        result = evaluate(model, recipe, tokenizer=tokenizer, **given)
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     print("\n\n".join([table(result), *map(transcript, result.get("conversations", []))]))

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 
+import evaluate
 import pytest
 import requests
 import torch
@@ -27,12 +28,7 @@ from mt_grpo.generation import weight_transfer
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.policy_scores import scores_of_model, scores_of_servers
-from mt_grpo_trainer import (
-    MTGRPOConfig,
-    MultiTurnToolEnv,
-    VLLMServerClient,
-    main,
-)
+from mt_grpo_trainer import MTGRPOConfig, MultiTurnToolEnv, VLLMServerClient, main
 
 pytest.importorskip("vllm")
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
@@ -113,6 +109,24 @@ def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monk
     assert max(row["sync/logprob_difference"] for row in rows) < 1e-4
     assert (trainer.model.lm_head.weight - before).abs().max() > 1e-3  # the weights did change
     assert max(row["sampling/frac_tokens_ratio_zero_or_clipped"] for row in rows) == 0
+
+
+def test_a_log_is_trained_again_and_another_checkpoint_is_refused(port, client, served_model, tmp_path, capsys):
+    """The same steps without the server, which then holds what the first run has trained."""
+    recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
+    words = f"--model_name_or_path {served_model} --max_steps 2 --per_device_train_batch_size 16 --log_rollouts 16"
+    words = [*words.split(), "--log_rollout_tokens", "true", "--vllm_server_port"]
+    first = trained(recipe, tmp_path / "first", *words, port)
+    again = trained(recipe, tmp_path / "again", *words, "9", "--train_from_rollouts", tmp_path / "first")
+    for name in ("loss", "grad_norm", "reward", "sampling/importance_sampling_ratio/mean"):
+        assert [row[name] for row in again] == pytest.approx([row[name] for row in first], rel=1e-5, abs=1e-7), name
+    asked = ["--config", recipe, "--server", client.base_url, "--model", str(served_model), "--num_problems", "4"]
+    with pytest.raises(SystemExit, match="holds other weights than .*: the mean difference of logprobs is"):
+        evaluate.main(asked)
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    client.update_weights(iter(model.state_dict().items()), "bundled")
+    evaluate.main(asked)
+    assert f"weights   those of {served_model} (mean difference of logprobs" in capsys.readouterr().out
 
 
 @pytest.mark.contract_server("proof of weights")
@@ -279,9 +293,8 @@ def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
     assert [row["index"] for row in firsts] == [0, 8]
 
 
-def test_a_preflight_with_a_server(port, client, served_model, tmp_path, monkeypatch, capsys):
+def test_a_preflight_with_a_server(port, client, served_model, tmp_path, capsys):
     """It samples from the server, and leaves nothing behind."""
-    monkeypatch.chdir(ROOT)
     # 8 groups: the server samples without a seed, and of two groups both may hold equal rewards.
     flags = ["--config", "hf_recipes/tiny/calculator-vllm.yaml", "--preflight", "--output_dir", str(tmp_path / "out"),
              "--per_device_train_batch_size", "64", "--vllm_server_port"]  # fmt: skip
@@ -306,9 +319,8 @@ def agent_port(tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", ["agent.yaml", "scheduler.yaml"])
-def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, tmp_path, monkeypatch):
+def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, tmp_path):
     """What it sampled has the logprobs that the trainer computes for the same ids: the records are what was read."""
-    monkeypatch.chdir(ROOT)
     steps = trained(
         f"hf_recipes/tiny/{recipe}", tmp_path, "--use_vllm", "true", "--vllm_mode", "server", "--vllm_server_port",
         agent_port, "--vllm_importance_sampling_mode", "token_truncate", "--max_steps", 2,
