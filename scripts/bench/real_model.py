@@ -35,6 +35,7 @@ from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, VLLMServer, rounded, 
 from bench.credit import bootstrap, commit, smoothed
 
 MODEL, DATA = "runs/SmolLM2-135M-Instruct", "runs/squad"
+CODER = "hf_recipes/Qwen/Qwen2.5-Coder-0.5B--squad-search.yaml"
 TASKS: dict[str, dict[str, Any]] = {
     "parcel": {
         "title": "Two tools of one's own", "recipe": "hf_recipes/SmolLM2/parcel/recipe.yaml", "steps": 15,
@@ -43,12 +44,14 @@ TASKS: dict[str, dict[str, Any]] = {
     "squad-search": {
         "title": "Search", "recipe": "hf_recipes/SmolLM2/squad-search.yaml", "steps": 20, "problems": 100, "seeds": 8,
     },
+    "squad-search-0.5B": {
+        "title": "Search, with half a billion parameters", "recipe": CODER, "steps": 24, "problems": 100, "seeds": 3,
+        "model": "runs/Qwen2.5-Coder-0.5B-Instruct",  # of the Hub's Qwen/Qwen2.5-Coder-0.5B-Instruct
+    },
 }  # fmt: skip
 METHODS = ("outcome", "merged", "mt_grpo")
 RUNS = Path("runs/real_model")  # of checkpoints and trained models
-RESULTS, PICTURE, PAGE = (
-    Path(f"docs/{name}") for name in ("results/real_model.json", "real_model.png", "real_model.md")
-)
+RESULTS, PICTURE, PAGE = (Path(f"docs/{n}") for n in ("results/real_model.json", "real_model.png", "real_model.md"))
 NUM_PASSAGES = 40  # whose perplexity is taken
 NUM_TOPICS, TOPIC = 20, 1000  # of Python's documentation, and so many characters of each
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
@@ -71,11 +74,17 @@ CURVE = "rewards/exact_match_reward_func/mean"
 def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dict[str, Any]:
     """Train, or go on where a run was stopped, and evaluate. Returns its row of the results."""
     recipe, began = TASKS[task]["recipe"], time.perf_counter()
-    output = RUNS / f"{task}-{method}-steps{steps}-seed{seed}"
+    output, model = RUNS / f"{task}-{method}-steps{steps}-seed{seed}", TASKS[task].get("model", MODEL)
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     # Without a seed of its own each run's server would sample from the same state.
-    with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
-        settings = {"credit_assignment": method, "seed": seed, "max_steps": steps, "use_vllm": "true"}
+    with VLLMServer(model, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
+        settings = {
+            "model_name_or_path": model,
+            "credit_assignment": method,
+            "seed": seed,
+            "max_steps": steps,
+            "use_vllm": "true",
+        }
         settings |= {"vllm_mode": "server", "vllm_server_base_url": server.url}
         settings |= {"vllm_importance_sampling_mode": "token_truncate"}
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -85,7 +94,7 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
         "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(), "machine": common.machine(),
         "seconds": None if resume else seconds, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
-        **evaluated(output, task, num_problems),
+        **evaluated(whole(output), task, num_problems),
         "curve": [log.get(CURVE) or 0.0 for log in logs],
     }  # fmt: skip
     return rounded(row, 4)
@@ -112,12 +121,26 @@ def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]
             finally:
                 client.close()
             row[how] = {label: figure(found) for label, figure in FIGURES.items()}
-    if task != "squad-search":
+    if "squad" not in task:
         return row
     with open(f"{DATA}/passages.jsonl", encoding="utf-8") as lines:
         passages = [json.loads(line)["text"] for _, line in zip(range(NUM_PASSAGES), lines)]
     elsewhere = [text[:TOPIC] for _, text in sorted(topics.topics.items())[:NUM_TOPICS]]  # no run reads these
     return row | dict(zip(PERPLEXITIES, perplexities(model, [passages, elsewhere])))
+
+
+def whole(folder: Path) -> Path:
+    """The folder of a trained model with whole weights: of a LoRA a folder in it, with the adapter merged."""
+    if not (folder / "adapter_config.json").is_file():
+        return folder
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder / "merged")
+    return folder / "merged"
 
 
 def perplexities(model: str | Path, texts_of: list[list[str]]) -> list[float]:
@@ -150,7 +173,7 @@ def run_all(options: argparse.Namespace) -> None:
         steps, problems = options.steps or TASKS[task]["steps"], options.problems or TASKS[task]["problems"]
         results = results_in(options.results)
         if task not in results["before"]:
-            results["before"][task] = rounded(evaluated(MODEL, task, problems))
+            results["before"][task] = rounded(evaluated(TASKS[task].get("model", MODEL), task, problems))
             write_json(options.results, results)
         seeds = options.seeds or range(1, TASKS[task]["seeds"] + 1)  # settings were chosen by runs of seed 0
         for seed, method in itertools.product(seeds, options.methods):
@@ -265,9 +288,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
             runs = [run for run in results["runs"] if (run["task"], run["method"]) == (task, method)]
             for values in (smoothed(run["curve"]) for run in runs):
                 axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.2, alpha=0.8)
+            axis.set_visible(bool(runs))
             axis.set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
             axis.set_ylim(bottom=0)
-        axes[down][0].set_ylabel(f"{task}\n\nexact match", fontsize=9)
+        first = next(axis for axis in axes[down] if axis.get_visible())
+        first.tick_params(labelleft=True)  # others share them
+        first.set_ylabel(f"{task}\n\nexact match", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("optimizer step")
     common.save_picture(figure, path)

@@ -74,6 +74,7 @@ def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
     result = bench.run("squad-search", "merged", 7, 3, 100)
     assert asked[0] == bench.MODEL and asked[2] == "stopped"
     recipe, output, words = asked[1]
+    words = words.removeprefix(f"--model_name_or_path {bench.MODEL} ")
     assert (recipe, output) == (bench.TASKS["squad-search"]["recipe"], tmp_path / "squad-search-merged-steps3-seed7")
     assert words.startswith("--credit_assignment merged --seed 7 --max_steps 3 --use_vllm true")
     assert "--vllm_server_base_url http://there" in words
@@ -124,3 +125,26 @@ def test_the_perplexity_is_of_each_token_behind_the_first(tmp_path, monkeypatch)
     expected = math.exp(-sum(logps) / len(logps))
     both, first = bench.perplexities(model, [texts, texts[:1]])
     assert both == pytest.approx(expected, rel=1e-4) and first != both
+
+
+def test_a_lora_is_evaluated_with_its_adapter_merged(random_model, tmp_path):
+    import torch
+    from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert bench.whole(tmp_path) == tmp_path
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(random_model), config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path)
+    ids = torch.arange(9)[None]
+    models = [
+        cls.from_pretrained(path, dtype=torch.float32)
+        for cls, path in (
+            (AutoPeftModelForCausalLM, tmp_path),
+            (AutoModelForCausalLM, bench.whole(tmp_path)),
+            (AutoModelForCausalLM, random_model),
+        )
+    ]
+    with torch.no_grad():
+        adapted, merged, base = [model(ids).logits for model in models]
+    assert (adapted - merged).abs().max() < 1e-4 < (adapted - base).abs().max()
