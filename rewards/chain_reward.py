@@ -3,16 +3,12 @@
 The turn rewards are lists, one entry per turn: each turn is rewarded for its own results. The rows have `steps`, the
 values after each operation as text, the last of which is `answer`; without `steps` one call has to find the answer.
 
-Needs: nothing beyond Python's standard library.
+Copy the file together with calculator_reward.py.
 """
 
 from typing import Any
 
-
-def _answer(turns: list[Any]) -> str | None:
-    """Return the answer of the last turn, None without an answer."""
-    return turns[-1].answer if turns else None
-
+from calculator_reward import _answer, answer_given_reward_func
 
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
@@ -48,11 +44,6 @@ def right_step_reward_func(
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[str], **kwargs: Any) -> list[float]:
     """Reward the right answer: 1.0 if the last turn's answer is the chain's last value."""
     return [float((_answer(turns) or "").strip() == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
-
-
-def answer_given_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
-    """Reward answering at all: 0.1 if the last turn answers, whatever it says."""
-    return [0.1 * (_answer(turns) is not None) for turns in rollout_turns]
 
 
 TURN_REWARD_FUNCS = [call_executed_reward_func, right_step_reward_func]

@@ -41,7 +41,8 @@ def _golds(answer: Any) -> list[str]:
         aliases = answer.get("aliases") or []
         answer = [answer.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
     answers = answer if isinstance(answer, list) else [answer]
-    return list(dict.fromkeys(str(each).strip() for each in answers if each is not None and str(each).strip()))
+    texts = [str(each).rpartition("####")[2].strip() for each in answers if each is not None]  # GSM8K's has its steps
+    return list(dict.fromkeys(filter(None, texts)))
 
 
 def _begs(turn: Any, golds: list[str]) -> bool:

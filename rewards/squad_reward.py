@@ -25,7 +25,8 @@ def _golds(answer: Any) -> list[list[str]]:
         aliases = answer.get("aliases") or []
         answer = [answer.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
     answers = answer if isinstance(answer, list) else [answer]
-    return [words for each in answers if each is not None and (words := _words(str(each)))]
+    texts = [str(each).rpartition("####")[2] for each in answers if each is not None]  # GSM8K's has its steps
+    return [words for text in texts if (words := _words(text))]
 
 
 def _holds(text: str, golds: list[list[str]]) -> bool:
@@ -61,10 +62,7 @@ def call_ran_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[
     >>> call_ran_reward_func(rollout_turns=[[*turns, Turn([], None, "", "stop", answer="Rollo")]])
     [[0.1, 0.0, None]]
     """
-    return [
-        [0.1 * all(result.error is None for result in turn.results) if turn.results else None for turn in turns]
-        for turns in rollout_turns
-    ]
+    return [[0.1 * (turn.error is None) if turn.results else None for turn in turns] for turns in rollout_turns]
 
 
 def answer_in_search_results_reward_func(

@@ -4,26 +4,14 @@ Recipe: `reward_fn: rewards/triviaqa_reward.py`. Dataset column: `answer`, the a
 strings, TriviaQA's dict with `value` and `aliases`, or one string; for a worked solution, the text after `####`).
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
-apply (squad_reward.py has one per search). This file imports nothing from the trainer: copy it and edit the copy.
+apply (squad_reward.py has one per search). This file imports nothing from the trainer: copy it together with
+calculator_reward.py, and edit the copy.
 """
 
 import re
-from itertools import zip_longest
 from typing import Any
 
-
-def _answer(turns: list[Any]) -> str | None:
-    """Return the answer of the last turn, None without an answer."""
-    return turns[-1].answer if turns else None
-
-
-def _results(turns: list[Any]) -> list[str | None]:
-    """Return one entry per attempted tool call: the text of its result, None if the call failed or got no result."""
-    texts = []
-    for call, result in (pair for turn in turns for pair in zip_longest(turn.calls, turn.results)):
-        failed = not (call and result) or call.error or result.error or result.text.lstrip().startswith("Error:")
-        texts.append(None if failed else result.text)
-    return texts
+from calculator_reward import _answer, _results, tool_execution_reward_func
 
 
 def _fold(text: str) -> str:
@@ -51,24 +39,6 @@ def _mentions(text: str, aliases: list[str]) -> bool:
 
 
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
-
-
-def tool_execution_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
-    """Reward tool calls that run: 0.2 times the share of the attempted calls that succeeded, 0 without any call.
-
-    A malformed call, a call to an unknown tool, a tool that raised, timed out or answered `Error: ...` in its own
-    words, and a call that got no result are attempted but not successful.
-
-    Range: 0.0 to 0.2. Never None.
-
-    >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
-    >>> calls, results = [ToolCall("wiki_search", {})] * 2, [ToolResult("24"), ToolResult("Error: busy")]
-    >>> half = Turn([], None, "", "stop", calls, results)
-    >>> tool_execution_reward_func(rollout_turns=[[half], []])
-    [0.1, 0.0]
-    """
-    ran = [[result is not None for result in _results(turns)] for turns in rollout_turns]
-    return [0.2 * (sum(calls) / len(calls)) if calls else 0.0 for calls in ran]
 
 
 def exist_answer_in_search_results(

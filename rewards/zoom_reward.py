@@ -3,26 +3,18 @@
 The rows have `corner`, the corner in the question, and `answer`, the digit in that corner, as text. The turn
 rewards are lists, one entry per turn: each turn is rewarded for its own calls.
 
-Needs: nothing beyond Python's standard library.
+The outcome rewards are those of chain_reward.py. Copy the file together with it and calculator_reward.py.
 
 >>> from types import SimpleNamespace as Of
 >>> call, result = Of(name="zoom", arguments={"corner": "top left"}), Of(error=None)
 >>> turns = [[Of(calls=[call], results=[result], answer=None), Of(calls=[], results=[], answer="7")]]
 >>> right_corner_reward_func(turns, corner=["top left"]), right_corner_reward_func(turns, corner=["top right"])
 ([[0.5, None]], [[0.0, None]])
->>> exact_match_reward_func(turns, answer=["7"]), answer_given_reward_func(turns)
-([1.0], [0.1])
 """
 
 from typing import Any
 
-
-def _answer(turns: list[Any]) -> str | None:
-    """Return the answer of the last turn, None without an answer."""
-    return turns[-1].answer if turns else None
-
-
-# --- Turn rewards ----------------------------------------------------------------------------------------------------
+from chain_reward import OUTCOME_REWARD_FUNCS  # noqa: F401  the recipe's loader reads the list
 
 
 def right_corner_reward_func(
@@ -47,18 +39,4 @@ def right_corner_reward_func(
     return rewards
 
 
-# --- Outcome rewards -------------------------------------------------------------------------------------------------
-
-
-def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[str], **kwargs: Any) -> list[float]:
-    """Reward the right digit: 1.0 if the last turn answers with it, else 0.0."""
-    return [float((_answer(turns) or "").strip() == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
-
-
-def answer_given_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
-    """Reward answering at all: 0.1 if the last turn answers, whatever it says, else 0.0."""
-    return [0.1 * (_answer(turns) is not None) for turns in rollout_turns]
-
-
 TURN_REWARD_FUNCS = [right_corner_reward_func]
-OUTCOME_REWARD_FUNCS = [exact_match_reward_func, answer_given_reward_func]

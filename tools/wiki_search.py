@@ -38,9 +38,8 @@ import tempfile
 import threading
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import requests
@@ -103,12 +102,6 @@ def _clean_query(query: str) -> str:
     return query
 
 
-def _content_words(query: str) -> list[str]:
-    """Return the distinct words of a query, without stop words unless it has no others."""
-    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
-    return [word for word in words if word not in STOP_WORDS.split()] or words
-
-
 def _format(passages: list[tuple[str, str]]) -> str:
     """Number the (title, text) pairs and join them, best first, while they fit into MAX_RESULT_CHARS.
 
@@ -148,8 +141,9 @@ def _search_local(query: str, topk: int) -> list[tuple[str, str]]:
 
 def ranked(query: str, topk: int) -> list[tuple[str, str, str, float]]:
     """Return (id, title, text, BM25 rank) of the best passages of the local corpus, best (lowest rank) first."""
+    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
     # INVARIANT: a word holds no quotation mark, so that the quotes leave no FTS syntax of the query alive.
-    match = " OR ".join(f'"{word}"' for word in _content_words(query))
+    match = " OR ".join(f'"{word}"' for word in [word for word in words if word not in STOP_WORDS.split()] or words)
     if not match:
         return []
     rows = _index().execute(
@@ -175,8 +169,6 @@ def _index() -> sqlite3.Connection:
     if getattr(_THREAD, "index_key", None) != key:
         if _stored_state(index) != state:
             index.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(index.parent, os.W_OK):
-                raise ValueError(f"{index.parent} cannot be written to: set WIKI_SEARCH_INDEX to a file for the index")
             with open(f"{index}.lock", "w") as lock:
                 with contextlib.suppress(OSError):  # a file system without locks: built more than once, still whole
                     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -253,31 +245,15 @@ def _rows(corpus: Path, lines: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _search_retrieval(query: str, topk: int) -> list[tuple[str, str]]:
-    url = (os.environ.get("WIKI_SEARCH_URL") or "").rstrip("/").removesuffix("/retrieve")
-
-    def read(answer: dict) -> list[tuple[str, str]]:
-        (found,) = answer["result"]  # one list per query
-        parts = [item["document"]["contents"].partition("\n") for item in found[:topk]]
-        return [(_unquote(head.strip()), text) if text else ("", head) for head, _, text in parts]
-
-    body = {"queries": [query], "topk": topk, "return_scores": True}
-    return _fetch("POST", f"{url}/retrieve", read, json=body)
-
-
-def _unquote(title: str) -> str:
-    """Remove the quotation marks around a title, as Search-R1's own corpus has them."""
-    quoted = len(title) > 1 and title.startswith('"') and title.endswith('"')
-    return title[1:-1] if quoted else title
-
-
-def _fetch(method: str, url: str, read: Callable[[Any], Any], **request) -> Any:
-    """Send one request and return `read` of the JSON answer. Errors show the URL without credentials and query."""
+    """Ask the server. Errors show its URL without credentials and query."""
+    url = (os.environ.get("WIKI_SEARCH_URL") or "").rstrip("/").removesuffix("/retrieve") + "/retrieve"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError("WIKI_SEARCH_URL is not set to a server with http:// or https://, e.g. http://127.0.0.1:8000")
     where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    body = {"queries": [query], "topk": topk, "return_scores": True}
     try:
-        response = _session().request(method, url, timeout=(CONNECT_TIMEOUT, READ_TIMEOUT), **request)
+        response = _session().post(url, json=body, timeout=(CONNECT_TIMEOUT, READ_TIMEOUT))
     except requests.RequestException as error:
         kind = type(getattr(error.args[0], "reason", error)).__name__  # of urllib3's last try
         raise ConnectionError(
@@ -285,7 +261,10 @@ def _fetch(method: str, url: str, read: Callable[[Any], Any], **request) -> Any:
         ) from None
     try:
         response.raise_for_status()
-        return read(response.json())
+        (found,) = response.json()["result"]  # one list per query
+        passages = [item["document"]["contents"].partition("\n") for item in found[:topk]]
+        # Search-R1's own corpus has quotation marks around titles.
+        return [(re.sub(r'^"(.*)"$', r"\1", head.strip()), text) if text else ("", head) for head, _, text in passages]
     except (requests.HTTPError, KeyError, TypeError, ValueError, AttributeError):
         said = f"status {response.status_code} and {_cut(response.text.strip(), 200)!r}"
         raise RuntimeError(

@@ -1,9 +1,9 @@
 """The task with search: the encyclopedia, its questions in the real index, the model and what warmed it up."""
 
-import os
 import random
 from collections import Counter
 from statistics import mean
+from unittest import mock
 
 import pytest
 from build import search as build
@@ -17,15 +17,11 @@ FACTS = build.make_facts()
 
 
 @pytest.fixture(autouse=True)
-def own_index(tmp_path_factory, monkeypatch):
+def own_index(tmp_path_factory):
     """The corpus of the recipe, with an index elsewhere. A recipe's `env:` is set in this process: undone after it."""
-    before = dict(os.environ)
-    monkeypatch.chdir(ROOT)
-    os.environ["WIKI_SEARCH_CORPUS"] = str(DATA / "corpus.jsonl")
-    os.environ["WIKI_SEARCH_INDEX"] = str(tmp_path_factory.getbasetemp() / "encyclopedia.fts5")
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    index = tmp_path_factory.getbasetemp() / "encyclopedia.fts5"
+    with mock.patch.dict("os.environ", WIKI_SEARCH_CORPUS=str(DATA / "corpus.jsonl"), WIKI_SEARCH_INDEX=str(index)):
+        yield
 
 
 def rows_of(split: str) -> list[dict]:

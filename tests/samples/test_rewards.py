@@ -321,7 +321,9 @@ def test_of_a_worked_solution_what_follows_the_last_mark_counts():
     runs = [[turn(f"It was {text}."), answered(text)] for text in ("Rollo", "Robert", "Lothar")]
     given = {"rollout_turns": runs, "answer": ["Robert was his son, and Lothar no relative.\n#### Rollo"] * 3}
     assert triviaqa.exist_answer_in_search_results(**given) == [0.5, 0.0, 0.0]
-    assert triviaqa.exact_match_reward_func(**given) == [1.0, 0.0, 0.0]
+    for name in ("triviaqa", "squad", "information_gain"):
+        funcs = load(name if name == "information_gain" else f"{name}_reward").OUTCOME_REWARD_FUNCS
+        assert funcs[0](**given) == [1.0, 0.0, 0.0], name
 
 
 def test_each_program_is_judged_by_itself():

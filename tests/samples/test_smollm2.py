@@ -91,9 +91,8 @@ def test_the_folder_is_proven_and_is_not_made_twice(model, package, capsys):
 @pytest.mark.contract_slow("SmolLM2")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_five_steps_of_search_beside_a_server(model, tmp_path, monkeypatch):
+def test_five_steps_of_search_beside_a_server(model, tmp_path):
     """The server samples from what is trained: logprobs within 1e-4 at every step. The weights change."""
-    monkeypatch.chdir(ROOT)
     source = str(data_file("squad/qa.jsonl").parent)
     squad_search.main([str(tmp_path / "squad"), "--sentences", "1", "--source", source])
     recipe = (ROOT / RECIPE).read_text().replace("runs/squad/corpus.jsonl", str(tmp_path / "squad/corpus.jsonl"))

@@ -17,9 +17,8 @@ def test_the_hermes_model_calls_its_tool_and_has_room_to_learn():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_hermes_model_learns(tmp_path, monkeypatch):
+def test_the_hermes_model_learns(tmp_path):
     """The whole recipe: minutes on two cores."""
-    monkeypatch.chdir(ROOT)
     steps = trained(RECIPE, tmp_path)
     exact = [row["rewards/exact_match_reward_func/mean"] for row in steps]
     assert len(exact) == 75 and mean(exact[:3]) < 0.6 and mean(exact[-10:]) > 0.8

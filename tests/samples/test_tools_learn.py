@@ -58,7 +58,6 @@ def exact_match(recipe, folder, *arguments):
 @pytest.mark.parametrize("name", ["tools-yaml", "mcp", "sandbox", "gsm8k-check", "search"])
 def test_the_model_learns_a_tool(name, tmp_path, monkeypatch, request):
     """Up by 0.2 in what the recipe trains; with shuffled rewards it stays where it was."""
-    monkeypatch.chdir(ROOT)
     if name == "search":
         request.getfixturevalue("search_server")
     recipe = f"hf_recipes/tiny/{name}.yaml"
@@ -80,9 +79,8 @@ def test_the_model_learns_a_tool(name, tmp_path, monkeypatch, request):
     ("blackjack", "Blackjack-v1", 5000, -0.3, -0.15),  # 5,000 hands have a standard error of 0.014
     ("frozen_lake", "FrozenLake-v1", 1000, 0.05, 0.8),  # docs/credit.md has five other seeds
 ])  # fmt: skip
-def test_the_model_learns_a_game(tmp_path, monkeypatch, recipe, name, episodes, before, after):
+def test_the_model_learns_a_game(tmp_path, recipe, name, episodes, before, after):
     """`before` is the most and `after` the least mean return."""
-    monkeypatch.chdir(ROOT)
     path = f"hf_recipes/tiny/{recipe}.yaml"
     trained(path, tmp_path)
     models = "hf_recipes/tiny/gym-model", str(tmp_path)
@@ -113,9 +111,8 @@ def exact_match_through(agent, folder, seed):
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", AGENTS)
-def test_the_model_learns_through_an_agent(name, tmp_path, monkeypatch):
+def test_the_model_learns_through_an_agent(name, tmp_path):
     """Over three seeds, from the first three steps to the last five."""
-    monkeypatch.chdir(ROOT)
     exact = [exact_match_through(AGENTS[name], tmp_path / str(seed), seed) for seed in (42, 43, 44)]
     gains = [mean(each[-5:]) - mean(each[:3]) for each in exact]
     assert mean(gains) > 0.2, gains

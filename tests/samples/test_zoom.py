@@ -24,11 +24,6 @@ MODEL = ROOT / "hf_recipes/tiny/zoom-model"
 
 
 @pytest.fixture
-def project_folder(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture
 def tokenizer():
     """The bundled model's, which writes pictures."""
     found = AutoTokenizer.from_pretrained(MODEL)
@@ -93,7 +88,7 @@ def test_shuffled_crops_are_of_another_corner(monkeypatch):
     assert {corner: environment_of(row["image"]).zoom(corner).tobytes() for corner in CORNERS} == shuffled
 
 
-def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
+def test_a_bad_argument_is_read_by_the_model(tokenizer):
     """And a good call gives a picture as the model's processor reads it: four tokens."""
     _, cls = load_environment(None, "tools/zoom.py", mt.MultiTurnToolEnv)
     env = mt.MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=cls)
@@ -122,13 +117,13 @@ def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
     assert given([rollout.turns]) == [0.1] and given([rollout.turns[:3]]) == given([[]]) == [0.0]
 
 
-def test_the_model_takes_left_for_right(project_folder):
+def test_the_model_takes_left_for_right():
     """What it does before any training: also by the most probable tokens it does not solve the task."""
     result = evaluate.evaluate(str(MODEL), RECIPE, 64, progress=False, greedy=True)
     assert result["exact_match"] < 0.2 and result["tool_executed"] > 0.9 and result["result_found"] < 0.2
 
 
-def test_two_steps_of_the_recipe(tmp_path, project_folder):
+def test_two_steps_of_the_recipe(tmp_path):
     steps = trained(RECIPE, tmp_path, "--max_steps", 2, "--per_device_train_batch_size", 16)
     assert len(steps) == 2 and all(row["grad_norm"] > 0 for row in steps)
     assert all(0 < row["rewards/right_corner_reward_func/mean"] < 0.5 for row in steps)
@@ -137,7 +132,7 @@ def test_two_steps_of_the_recipe(tmp_path, project_folder):
     assert len(crops) > 8 and len(set(crops)) > 2
 
 
-def test_the_explanation_of_its_credit_names_pictures(project_folder):
+def test_the_explanation_of_its_credit_names_pictures():
     shown = explain_credit.explain(RECIPE, 0, [])
     read = [result["text"] for row in shown.rows for turn in row["turns"] for result in turn["results"]]
     assert sum(text.startswith("<image ") for text in read) > 4 and "\ufdd0" not in "".join(read)
@@ -152,7 +147,7 @@ def exact_match(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_model_learns_to_look_and_to_read(tmp_path, project_folder, monkeypatch):
+def test_the_model_learns_to_look_and_to_read(tmp_path, monkeypatch):
     """With crops of other corners it learns which one to ask for, which is paid, and never the digit."""
     exact, corner = exact_match(tmp_path / "out")
     assert mean(exact[:5]) < 0.4 and mean(exact[-10:]) > 0.65 and mean(corner[-10:]) > 0.45
