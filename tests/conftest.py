@@ -13,6 +13,7 @@ import pytest
 import torch
 import warm_python
 from browser import browser, open_page  # noqa: F401  fixtures of all files that drive a browser
+from project import ROOT
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -29,7 +30,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-DATA = Path(__file__).resolve().parents[2] / "shared/data"
+DATA = ROOT.parent / "shared/data"
 
 
 def data_file(name: str) -> Path:
@@ -108,7 +109,11 @@ def tokenizer(folder):
 
 @pytest.fixture(autouse=True)
 def no_folder_of_another_test(monkeypatch):
-    """A file that a recipe names adds its folder to `sys.path`, where a later test would find its modules."""
+    """A test runs in the project's folder, from which recipes name files.
+
+    Such a file adds its folder to `sys.path`, where a later test would find its modules.
+    """
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 

@@ -19,18 +19,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1295,
-    "core": 12995,
+    "script": 1250,
+    "core": 12950,
     "core modules": 59,
     "modules that the script imports": 25,
-    "script and package": 21006,
+    "script and package": 21000,
     "scripts": 8487,
-    "tools and rewards": 2843,
+    "tools and rewards": 2780,
     "tests": 34630,
     "docs": 3985,
     "recipes": 2566,
     "root": 437,
-    "results, bytes": 123070,
+    "results, bytes": 131839,
     "notebooks, bytes": 106336,
     "data, bytes": 2181236,
     "own recipe keys": 59,

@@ -13,7 +13,7 @@ from scripted import ScriptedTexts
 from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import neutralise, neutralise_json, neutralise_messages, pattern_of
 from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.rollout import Origin, Reply, StopReason, ToolCall, ToolResult, join
@@ -62,7 +62,7 @@ def in_vocabulary(name, tokens):
 
 
 def format_of(name):
-    return make_format(FORMATS.get(name, "native"), tokenizer_of(name))
+    return TOOL_FORMATS[FORMATS.get(name, "native")](tokenizer_of(name))
 
 
 def tokens_in(text, name, tokens):
@@ -120,7 +120,7 @@ def test_further_tokens_that_end_a_message(name, tokens, ends, text, expected):
     ends = frozenset(tokenizer.convert_tokens_to_ids(ends))
     message = {"role": "user", "content": text}
     assert neutralise_messages([message], tokenizer, Origin.DATA, ends) == [{"role": "user", "content": expected}]
-    assert make_format("native", tokenizer, extra_ends=ends).ends >= ends
+    assert TOOL_FORMATS["native"](tokenizer, extra_ends=ends).ends >= ends
 
 
 def test_a_role_is_no_way_in():

@@ -410,9 +410,9 @@ def test_ids_of_a_vocabulary_may_have_gaps():
         __hash__, get_vocab = object.__hash__, dict.copy
 
     tokenizer = Vocabulary({"a": 0, "b": 1, "<end>": 7})
-    assert num_ids(tokenizer) == 8 and first_unknown([0, 7, 1], 8) is None and first_unknown([0, 8], 8) == 8
+    assert num_ids(tokenizer, 3) == 8 and first_unknown([0, 7, 1], 8) is None and first_unknown([0, 8], 8) == 8
     tokenizer["<tool>"] = 11
-    assert num_ids(tokenizer) == 12
+    assert num_ids(tokenizer, 4) == 12
 
 
 class Slow:
@@ -758,16 +758,6 @@ def test_what_may_fit_is_read_as_it_was(kind, monkeypatch):
     assert [each[0] for each in found] == [each[0] for each in expected]
     read = [k for k, each in enumerate(expected) if each[0] not in (StopReason.CONTEXT_LENGTH, StopReason.MAX_TOKENS)]
     assert read and all(found[k] == expected[k] for k in read)
-
-
-class NoReset:
-    def look(self) -> str:
-        """Look."""
-
-
-def test_a_class_that_is_no_environment_is_refused():
-    with pytest.raises(ValueError, match="expected a class with a method reset"):
-        MultiTurnToolEnv([], environment=NoReset)
 
 
 def summed(a: int, b: str = "") -> str:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Origin, Parsed, ToolCall, ToolResult
 
@@ -60,7 +60,7 @@ def formats_of_trl(tool_format):
         tokenizer = byte_tokenizer(template, special, plain, eos="</s>")
         with contextlib.suppress(ValueError):  # has no tools, or takes pictures alone
             ends = tokenizer.convert_tokens_to_ids(["<|other_end|>"])
-            formats[path.stem] = make_format(tool_format, tokenizer, extra_ends=ends)
+            formats[path.stem] = TOOL_FORMATS[tool_format](tokenizer, extra_ends=ends)
     return formats
 
 
@@ -82,7 +82,7 @@ OPENED = [*PROMPT, *ids("<think>\n")]
 CLOSED = [*OPENED, *ids("\n</think>\n\n")]
 END = ids("<|im_end|>")[0]
 ASKED = {"role": "user", "content": "?"}
-XML_FORMAT = make_format("xml", TOKENIZER)
+XML_FORMAT = TOOL_FORMATS["xml"](TOKENIZER)
 
 
 @pytest.mark.contract("xml")
@@ -99,7 +99,7 @@ def test_the_suffix_of_a_result_in_ids():
 def test_the_templates_end_of_turn_ends_a_turn_special_or_not(special):
     eot = {"special": ("<eos>", "<|im_start|>"), "plain": ("<|im_end|>",)}
     tokenizer = chatml(eos="<eos>", **({"special": ("<eos>", "<|im_start|>", "<|im_end|>")} if special else eot))
-    fmt = make_format("xml", tokenizer, extra_ends=[7])
+    fmt = TOOL_FORMATS["xml"](tokenizer, extra_ends=[7])
     eos, end = tokenizer.convert_tokens_to_ids(["<eos>", "<|im_end|>"])
     assert fmt.ends == {7, eos, end}
     assert fmt.cut([65, end, 66], PROMPT) == (2, True)
@@ -110,7 +110,7 @@ def test_blanks_that_are_a_token_end_no_turn():
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}assistant:", ["<eos>"], ["\n\n"]
     )
-    assert make_format("xml", tokenizer).ends == {tokenizer.eos_token_id}
+    assert TOOL_FORMATS["xml"](tokenizer).ends == {tokenizer.eos_token_id}
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])
@@ -119,7 +119,7 @@ def test_a_suffix_is_tokenised_as_behind_other_text(ending):
     template = "{% for m in messages %}" + f"{{{{ m['content'] }}}}{ending} /END " + "{% endfor %}"
     tokenizer = byte_tokenizer(template, ["<eos>"])
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
-    suffix = make_format("xml", tokenizer).suffix_ids([], [{"role": "user", "content": "go"}], [])
+    suffix = TOOL_FORMATS["xml"](tokenizer).suffix_ids([], [{"role": "user", "content": "go"}], [])
     assert tokenizer.decode(suffix) == f"{ending} /END go{ending} /END "
 
 
@@ -139,16 +139,16 @@ def test_a_template_that_loses_results_is_refused(template, part):
     tokenizer = chatml()
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=rf"The chat template of .*{part}.*Use another tool_format"):
-        make_format("xml", tokenizer)
+        TOOL_FORMATS["xml"](tokenizer)
 
 
 @pytest.mark.parametrize("name", ["xml", "native"])
 def test_arguments_that_a_chat_template_does_not_read_are_warned_of(name, caplog):
     tokenizer = tokenizer_of("qwen3")
-    make_format(name, tokenizer, {"enable_thinking": False, "continue_final_message": False})
+    TOOL_FORMATS[name](tokenizer, {"enable_thinking": False, "continue_final_message": False})
     assert not caplog.records
     for _ in range(2):
-        make_format(name, tokenizer, {f"{name}_thinking": False})
+        TOOL_FORMATS[name](tokenizer, {f"{name}_thinking": False})
     assert [record.getMessage().count(f"'{name}_thinking'") for record in caplog.records] == [1]
 
 
@@ -188,7 +188,7 @@ def test_xml(prompt, text, calls, answer, open_thinking):
 
 def test_thinking_without_tokens_of_its_own():
     tokenizer = chatml(plain=())
-    fmt = make_format("xml", tokenizer, {"opening": "<think>\n"})
+    fmt = TOOL_FORMATS["xml"](tokenizer, {"opening": "<think>\n"})
     prompt = ids("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n<think>\n", tokenizer)
     assert fmt.parse(ids("<answer>5</answer>", tokenizer), prompt).open_thinking
     assert fmt.parse(ids("</think><answer>5</answer>", tokenizer), prompt).answer == "5"
@@ -339,7 +339,7 @@ def tokenizer_of(template):
 
 @functools.cache
 def native(template, **kwargs):
-    return make_format("native", tokenizer_of(template), kwargs)
+    return TOOL_FORMATS["native"](tokenizer_of(template), kwargs)
 
 
 def prompt_of(fmt):
@@ -356,7 +356,7 @@ def parse(fmt, text):
 def test_arguments_as_text_are_written_once(name, template, text):
     """As OpenAI's API has them, whatever the template takes; a control token does not hide behind an escape."""
     special = CHATML_TOKENS[0] if template == "qwen2_5" else ("<eos>",)
-    fmt = make_format(name, byte_tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special))
+    fmt = TOOL_FORMATS[name](byte_tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special))
     for arguments in ('{"a": 2, "b": "\\u003c|im_end|>"}', {"a": 2, "b": "<|im_end|>"}):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
         read = fmt.clean([{"role": "assistant", "content": "", "tool_calls": [call]}], Origin.OUTSIDE)
@@ -536,7 +536,7 @@ IN_TAGS = {
 
 @pytest.mark.parametrize("name, thought", IN_TAGS.items())
 def test_thinking_of_a_family_in_the_papers_tags(name, thought):
-    fmt, text = make_format("xml", tokenizer_of(name)), f"{thought}<answer>5</answer>"
+    fmt, text = TOOL_FORMATS["xml"](tokenizer_of(name)), f"{thought}<answer>5</answer>"
     prompt = fmt.tokenizer.apply_chat_template(**fmt.prompt([{"role": "user", "content": "?"}], {}))
     assert fmt.parse(ids(text, fmt.tokenizer), prompt).answer == "5"
     assert fmt.cut(ids(text + " more", fmt.tokenizer), prompt) == (len(ids(text, fmt.tokenizer)), True)
@@ -591,7 +591,7 @@ def test_results_are_messages_of_their_calls():
     ],
 )  # fmt: skip
 def test_broken_calls_are_calls_with_an_error(text, errors):
-    assert [call.error for call in parse(make_format("hermes", tokenizer_of("qwen3")), text).calls] == errors
+    assert [call.error for call in parse(TOOL_FORMATS["hermes"](tokenizer_of("qwen3")), text).calls] == errors
 
 
 def test_a_template_that_leaves_tools_out_needs_a_system_prompt():
@@ -614,13 +614,13 @@ def test_templates_without_a_known_syntax_are_refused(fmt, name, part):
     tokenizer = byte_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), ["<eos>"])
     tokenizer.bos_token = "<eos>"
     with pytest.raises(ValueError, match=part):
-        make_format(fmt, tokenizer)
+        TOOL_FORMATS[fmt](tokenizer)
 
 
 def test_a_template_of_its_own_for_tools_is_taken():
     tokenizer = chatml()
     tokenizer.chat_template = {"default": CHATML, "tool_use": (TEMPLATES / "qwen3.jinja").read_text()}
-    assert make_format("hermes", tokenizer).describes_tools
+    assert TOOL_FORMATS["hermes"](tokenizer).describes_tools
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_a_template_of_its_own_for_tools_is_taken():
 )
 def test_no_text_of_a_model_raises(fmt, name):
     """Texts of parts that the syntax is made of, cut and mixed."""
-    fmt, family, rng = make_format(fmt, tokenizer_of(name)), FAMILIES[name], random.Random(0)
+    fmt, family, rng = TOOL_FORMATS[fmt](tokenizer_of(name)), FAMILIES[name], random.Random(0)
     prompt = prompt_of(native(name))
     whole = f"{family.thinking}{family.around % family.first}{family.second}{family.broken}<answer>5</answer>{ADD}"
     parts = re.findall(r"\w+|\s+|.", whole, re.DOTALL) + [*fmt.tokenizer.get_added_vocab(), "[" * 300, "9" * 5000]

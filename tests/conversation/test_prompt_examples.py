@@ -8,7 +8,7 @@ from scripted import ANSWER, CHATML_TOKENIZER, Scripted
 from test_formats import EVERY_FAMILY, TOOLS, TWO, native
 from test_trainer import settings
 
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
 from mt_grpo.rollout import ToolResult, join
 from mt_grpo.training.shared_prompts import SharedRow
@@ -139,7 +139,7 @@ MISWRITTEN = {
 
 @pytest.mark.parametrize(("wrong", "error"), MISWRITTEN.values(), ids=MISWRITTEN)
 def test_examples_that_a_format_cannot_have(wrong, error):
-    fmt = make_format("xml", CHATML_TOKENIZER)
+    fmt = TOOL_FORMATS["xml"](CHATML_TOKENIZER)
     with pytest.raises(ValueError, match=f"prompt_examples, example 2: .*{error}"):
         written_examples(read_prompt_examples([PLAIN, wrong]), fmt, {"double": double}, True)
 
@@ -165,7 +165,7 @@ def test_what_is_no_example(wrong, error):
 
 def test_control_tokens_of_a_result_are_broken():
     read = read_prompt_examples([asking(assistant("", {"number": 4}), tool("8</result><|im_end|>"))])
-    messages = written_examples(read, make_format("xml", CHATML_TOKENIZER), {"double": double}, True)
+    messages = written_examples(read, TOOL_FORMATS["xml"](CHATML_TOKENIZER), {"double": double}, True)
     assert messages[2] == user("<result>\n8< /result>< |im_end|>\n</result>")
 
 

@@ -27,7 +27,7 @@ from test_formats import tokenizer_of
 from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import (
     as_tool,
@@ -130,7 +130,7 @@ WEATHER = {
 
 @pytest.mark.parametrize("name, template", [("hermes", "qwen3"), ("native", "qwen3_5_think"), ("native", "gptoss")])
 def test_the_schema_that_a_chat_template_gets(name, template):
-    (schema,) = make_format(name, tokenizer_of(template)).prompt([], {"weather": weather})["tools"]
+    (schema,) = TOOL_FORMATS[name](tokenizer_of(template)).prompt([], {"weather": weather})["tools"]
     function = schema["function"]
     assert schema["type"] == "function"
     assert function == {
@@ -310,7 +310,7 @@ def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
         "additionalProperties": {"type": "string"},
     }
     tools = {"find": types.SimpleNamespace(json_schema={"name": "find", "parameters": parameters})}
-    syntax = make_format("native", tokenizer_of("qwen3_5_think")).syntax
+    syntax = TOOL_FORMATS["native"](tokenizer_of("qwen3_5_think")).syntax
     for key, value in (("n", 75001), ("zip", "75001")):
         assert syntax.split(QWEN % (key, "75001"), tools)[0] == [ToolCall("find", {key: value})]
 
@@ -523,7 +523,7 @@ QUOTELESS = ("qwen3_5_think", "qwen3_8", "nemotron_3_nano", "glm4moe")  # values
 def test_a_call_that_the_template_writes_arrives_as_it_was(family, seed):
     """In each family's syntax: schema, the template's own writing of the call, its reading, the tool's values."""
     rng = random.Random(seed)
-    fmt = make_format("native", tokenizer_of(family))
+    fmt = TOOL_FORMATS["native"](tokenizer_of(family))
     checked = 0
     for _ in range(12):
         parameters = {f"p{k}": some_type(rng) for k in range(2)}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import data_file
+from project import json_lines
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -22,10 +23,6 @@ def load(name: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.contract("wiki_search")
@@ -71,7 +68,7 @@ VALUES = """
 def test_calculator_value():
     values = re.findall(r"(\S.*?) = (\S+)(?:\s|$)", VALUES)
     assert len(values) == 36
-    values += [("10 ** 308", "1" + "0" * 308), ("1" + " + 1" * 100, "101"), ("(" * 50 + "1" + ")" * 50, "1")]
+    values += [("10 ** 308", "1" + "0" * 308), ("-" * 498 + "1", "1"), ("(" * 50 + "1" + ")" * 50, "1")]
     for expression, value in values:
         assert calculator(f"  {expression} ") == value, expression
 
@@ -89,7 +86,6 @@ def test_calculator_value():
         *((text, "^division by zero$") for text in ("1 / 0", "1 % 0", "1.5 // 0", "0 ** -1")),
         *((text, "too large") for text in ("9**9**9", "10**309", "9" * 400, "1e308 * 10", "10**308 / 0.1",
                                            "*".join(["10**300"] * 50))),
-        ("-" * 300 + "1", "nested too deeply"),
         ("(" * 240 + "1" + ")" * 240, "too many nested parentheses|cannot be read"),
         ("1" * 501, "too long: 501 characters"), ("9**" * 10**6 + "9", "too long"),
     ],
@@ -164,7 +160,7 @@ def small(wiki, monkeypatch, tmp_path):
 
 def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
     """The share of 473 questions whose result has an accepted answer. Measured: 0.854 with 1 passage, 0.958 with 3."""
-    questions = read_jsonl(data_file("squad/qa.jsonl"))
+    questions = json_lines(data_file("squad/qa.jsonl"))
     assert len(questions) == 473
     recalls = []
     for topk in (1, 3, 20):
@@ -179,7 +175,7 @@ def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
 
 
 def test_a_result_is_a_whole_passage_and_more_are_numbered_and_ranked(squad, monkeypatch):
-    rows = {row["id"]: row for row in read_jsonl(data_file("squad/corpus.jsonl"))}
+    rows = {row["id"]: row for row in json_lines(data_file("squad/corpus.jsonl"))}
     text = rows["Normans-0"]["text"]
     assert squad.wiki_search("Rollo agreed to swear fealty to King Charles III") == f"[1] Normans\n{text}"
     for query in ("Rollo " + "zz " * 10**5, "Rollo " + " ".join(f"q{i}" for i in range(10**4))):

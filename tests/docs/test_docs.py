@@ -178,8 +178,7 @@ def test_readme_says_how_large_this_is():
     assert len(PAGES["README.md"].splitlines()) <= 150
 
 
-def test_the_smallest_recipe_is_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_smallest_recipe_is_one(tmp_path):
     (tmp_path / "smallest.yaml").write_text(block(RECIPES, "yaml", "smallest"))
     mt.parse_arguments(["--config", str(tmp_path / "smallest.yaml")])
 

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -10,7 +9,7 @@ import sys
 
 import pytest
 import yaml
-from project import ROOT
+from project import ROOT, json_lines
 
 from mt_grpo import ToolCall, ToolResult, Turn, load_rewards
 
@@ -24,8 +23,7 @@ tools = runpy.run_path(str(PARCEL / "tools.py"))
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parcel")
     subprocess.run([sys.executable, PARCEL / "data.py", folder], check=True, capture_output=True)
-    texts = [(folder / f"{split}.jsonl").read_text() for split in ("train", "test")]
-    return [[json.loads(line) for line in text.splitlines()] for text in texts]
+    return [json_lines(folder / f"{split}.jsonl") for split in ("train", "test")]
 
 
 def test_the_blocks_of_the_page_are_the_files():
@@ -83,17 +81,13 @@ def test_the_notebook_was_executed_and_its_cells_are_programs():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_notebook_runs(tmp_path):
+def test_the_notebook_runs(tmp_path, monkeypatch):
     """With two steps and eight questions; the model is made if it is not there."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     book = nbformat.reads(json.dumps(NOTEBOOK), as_version=4)  # which joins the lines of a cell
-    environment = {"STEPS": "2", "PROBLEMS": "8", "OUTPUT": str(tmp_path / "run")}
-    os.environ.update(environment)
-    try:
-        resources = {"metadata": {"path": ROOT / "docs/notebooks"}}
-        nbclient.NotebookClient(book, timeout=1200, resources=resources).execute()
-    finally:
-        for name in environment:
-            del os.environ[name]
+    for name, value in {"STEPS": "2", "PROBLEMS": "8", "OUTPUT": str(tmp_path / "run")}.items():
+        monkeypatch.setenv(name, value)
+    resources = {"metadata": {"path": ROOT / "docs/notebooks"}}
+    nbclient.NotebookClient(book, timeout=1200, resources=resources).execute()
     texts = [output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])]
     assert re.search(r"exact match, held out, greedy: \d\.\d\d before, \d\.\d\d after", "".join(texts))

@@ -36,8 +36,9 @@ class Receiver:
         self.model.load_state_dict(self.own)
         self.left_out = left_out
 
-    def dtype(self):
-        return str(self.model.dtype)
+    @property
+    def settings(self):
+        return {"dtype": str(self.model.dtype)}
 
     def weight_version(self):
         return self.held

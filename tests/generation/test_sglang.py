@@ -30,13 +30,7 @@ from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import hash_of_ids
-from mt_grpo_trainer import (
-    MTGRPOConfig,
-    MultiTurnToolEnv,
-    VLLMServerClient,
-    build_trainer,
-    parse_arguments,
-)
+from mt_grpo_trainer import MTGRPOConfig, MultiTurnToolEnv, VLLMServerClient, build_trainer, parse_arguments
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 ANSWERS = json.loads(Path(__file__).with_name("sglang_answers.json").read_text(encoding="utf-8"))  # of SGLang 0.5.23
@@ -367,12 +361,6 @@ def client(server):
     client.close()
 
 
-def text_logprobs(model, ids, temperature=1.0):
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
-
-
 @each_real
 def test_pushes_beside_requests(client):
     """Requests wait, go on with the new weights, and say of each token which sampled it."""
@@ -392,9 +380,9 @@ def test_pushes_beside_requests(client):
     found = run_async(ask_and_push())
     assert len(found.token_ids) == 500 and found.policy_versions == (1, 2)
     again = run_async(client.generate([5, 6, 7], 30, endless))
-    expected = text_logprobs(model, [5, 6, 7] + again.token_ids)[-30:]
+    expected = logprobs_of(model, [5, 6, 7] + again.token_ids)[-30:]
     assert (torch.tensor(again.logprobs) - expected).abs().max() < 1e-5 and again.policy_versions == (2, 2)
-    tail = text_logprobs(model, [5, 6, 7] + found.token_ids)[-5:]  # read anew by the new weights
+    tail = logprobs_of(model, [5, 6, 7] + found.token_ids)[-5:]  # read anew by the new weights
     assert (torch.tensor(found.logprobs[-5:]) - tail).abs().max() < 1e-5
 
 

@@ -101,9 +101,8 @@ def assert_goes_on_exactly(trained):
 
 
 @pytest.mark.slow
-def test_fsdp2_keeps_float32_weights_beside_bf16(tmp_path, monkeypatch):
+def test_fsdp2_keeps_float32_weights_beside_bf16(tmp_path):
     """Its own mixed precision. Steps of 1e-5 are smaller than the spacing of most weights in bf16, and add up."""
-    monkeypatch.chdir(ROOT)
     keys = {"bf16": True, "learning_rate": 1e-5, "max_steps": 3}
     launch(FSDP2, [WORKER, "train"], "--config", recipe(tmp_path / "x", "out", **keys), precision="bf16")
     rows = steps(tmp_path / "x/out")
@@ -130,7 +129,6 @@ def test_a_sharded_reference_has_the_kl_of_a_whole_one(tmp_path):
 
 def check_the_kl(launch_sharded, folder):
     """A loss with a KL term is that of a run by DDP; the reference is the policy before the first step alone."""
-    os.chdir(ROOT)
     (folder / "odd.py").write_text(ODD)
     keys = {"reward_fn": str(folder / "odd.py"), "beta": 0.04, "max_steps": 2, "save_strategy": "no",
             "credit_assignment": "outcome", "turn_advantage_coef": 1.0}  # fmt: skip
@@ -147,9 +145,8 @@ def check_the_kl(launch_sharded, folder):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
-def test_what_is_pushed_is_whole(lora, tmp_path, monkeypatch):
+def test_what_is_pushed_is_whole(lora, tmp_path):
     """Names, tied ones too; merged adapters; noise."""
-    monkeypatch.chdir(ROOT)
     check_pushed(functools.partial(launch, FSDP2), lora, tmp_path)
 
 
@@ -208,7 +205,6 @@ def test_a_gather_that_fails_on_one_rank_ends_the_run(rank, tmp_path):
 
 def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, monkeypatch):
     """Each would train alone, and write into one folder."""
-    monkeypatch.chdir(ROOT)
     args = mt.parse_arguments(["--config", recipe(tmp_path / "x", "out")])[1]
     check_processes(args)
     with monkeypatch.context() as mixed, pytest.raises(ValueError, match="bf16: false, and accelerate .* bf16, which"):

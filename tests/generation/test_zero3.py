@@ -94,9 +94,8 @@ def test_zero3_goes_on_exactly(trained):
     assert_goes_on_exactly(trained)
 
 
-def test_two_launchers_train_as_one(trained, launch_zero3, tmp_path, monkeypatch):
+def test_two_launchers_train_as_one(trained, launch_zero3, tmp_path):
     """As on two nodes, with accelerate's own launcher in place of DeepSpeed's: every step and the weights, exactly."""
-    monkeypatch.chdir(ROOT)
     path = recipe(tmp_path / "x", "out", save_strategy="steps", save_steps=2, max_steps=5)
     place = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()),
              "--deepspeed_multinode_launcher", "standard"]  # fmt: skip
@@ -112,21 +111,18 @@ def test_two_launchers_train_as_one(trained, launch_zero3, tmp_path, monkeypatch
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_reference_that_zero3_shards_has_the_kl_of_a_whole_one(launch_zero3, split, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_a_reference_that_zero3_shards_has_the_kl_of_a_whole_one(launch_zero3, split, tmp_path):
     check_the_kl(functools.partial(launch_zero3, split, [WORKER, "train"]), tmp_path)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
-def test_what_is_pushed_is_whole(lora, launch_zero3, split, tmp_path, monkeypatch):
+def test_what_is_pushed_is_whole(lora, launch_zero3, split, tmp_path):
     """Names, tied ones too; merged adapters; noise."""
-    monkeypatch.chdir(ROOT)
     check_pushed(functools.partial(launch_zero3, split), lora, tmp_path)
 
 
-def test_bf16_loses_no_small_steps(launch_zero3, tmp_path, monkeypatch):
+def test_bf16_loses_no_small_steps(launch_zero3, tmp_path):
     """The configuration as it is. One step is below half the spacing of bf16 numbers, and five together are not."""
-    monkeypatch.chdir(ROOT)
     keys = {"dtype": "bfloat16", "bf16": True, "gradient_checkpointing": True}
     keys |= {"learning_rate": 5e-5, "lr_scheduler_type": "constant", "max_steps": 5}
     launch_zero3(

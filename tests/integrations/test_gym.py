@@ -66,7 +66,9 @@ def games(tmp_path):
 
 def lake(**settings):
     make = lambda: gymnasium.make("FrozenLake-v1", is_slippery=False, render_mode="ansi")  # noqa: E731
-    return gym_environment(make, "FrozenLake-v1", FrozenLakeText, ("left", "down", "right", "up"), **settings)
+    return gym_environment(
+        make, "FrozenLake-v1", text_class=FrozenLakeText, actions=("left", "down", "right", "up"), **settings
+    )
 
 
 def steps_game(games, unfinished_reward=0.0, **kwargs):
@@ -299,7 +301,6 @@ def test_a_class_of_ones_own(games, monkeypatch):
     (["--tool_format", "xml"], "tool_format='xml' does not fit"),
     (["--tools_script", "tools/calculator.py"], "tools_script has no effect with environment: gym"),
 ])  # fmt: skip
-def test_bad_input_is_rejected_before_a_model_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_bad_input_is_rejected_before_a_model_is_loaded(arguments, message):
     with pytest.raises(ValueError, match=message):
         load(*arguments)

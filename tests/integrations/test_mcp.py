@@ -326,8 +326,8 @@ def test_lists_of_tools_have_pages_and_no_name_twice(tmp_path):
     with pytest.raises(ValueError, match="offer no tools"):
         tools_of(tmp_path, {"none": listing()})
     two = {"a": listing("add", "draw"), "b": listing("add", "show")}
-    with pytest.raises(ValueError, match="two tools 'add'. Choose by a list `tools`"):
-        tools_of(tmp_path, two)
+    with pytest.raises(ValueError, match="Two tools are called 'add'"):
+        mt.MultiTurnToolEnv(tools_of(tmp_path, two))
     selected = {"a": two["a"] | {"tools": ["draw"]}, "b": two["b"] | {"tools": ["show", "add"]}}
     assert {tool.__name__ for tool in tools_of(tmp_path, selected)} == {"draw", "show", "add"}
 

@@ -663,7 +663,7 @@ def test_the_budget_ends_a_conversation():
 def test_a_prompt_without_room_for_a_response_reaches_rewards(cls, tmp_path):
     rollout, llm = run(cls, llm=scripted(FIRST, max_model_len=len(ids(PROMPT))), max_turns=2)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and not rollout.turns and not llm.asked
-    rewarded = as_reward("format", None, settings(tmp_path))(environments=[rollout.environment])
+    rewarded = as_reward("format", SimpleNamespace(), settings(tmp_path))(environments=[rollout.environment])
     assert rewarded == [0.0] and columns_of([rollout.environment])["is_truncated"] == [True]
 
 

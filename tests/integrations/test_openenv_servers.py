@@ -337,12 +337,11 @@ def started(*command):
 @pytest.mark.contract_slow("OpenEnv")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_real_server(tmp_path, monkeypatch):
+def test_a_real_server(tmp_path):
     """The sample, tools and numbers on openenv 0.10; and the sample's recipe trains two steps."""
     python = tmp_path / "venv/bin/python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", "openenv==0.10.*"], check=True)
-    monkeypatch.chdir(ROOT)
     with started(python, "tools/openenv/frozen_lake.py", "--port") as url:
         assert play_lake(url).environment.state == {"episode_id": "e", "step_count": 2, "place": [1, 1]}
         steps = trained("hf_recipes/tiny/openenv.yaml", tmp_path / "out", "--openenv_url", url, "--max_steps", 2)

@@ -10,7 +10,7 @@ import golden_batch as golden
 import pytest
 import torch
 from accelerate import Accelerator
-from project import ROOT, json_lines
+from project import json_lines
 from transformers import AutoTokenizer
 
 from mt_grpo.recipe.data import make_arithmetic, make_chain
@@ -468,8 +468,7 @@ def build(tmp_path, *arguments):
     ]))  # fmt: skip
 
 
-def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_evaluation_is_by_the_test_file(tmp_path):
     for split in ("train", "test"):
         rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(12)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -480,9 +479,8 @@ def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
     assert trainer.eval_dataset["question"][:] == ["test 0", "test 1"]
 
 
-def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path, monkeypatch):
+def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path):
     """A problem belongs to `test` if the CRC-32 of its expression is divisible by 10."""
-    monkeypatch.chdir(ROOT)
     trainer = build(tmp_path, "--dataset_size", "500", "--dataset_test_split", "test[:50]")
     train, test = trainer.train_dataset["question"][:], trainer.eval_dataset["question"][:]
     assert (len(train), len(test)) == (500, 50)

@@ -19,16 +19,10 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo_trainer import VLLMServerClient, main
 
 
-@pytest.fixture(scope="module")
-def shared_proxy():
+@pytest.fixture
+def proxy():
     with FaultProxy("http://127.0.0.1:9") as proxy:
         yield proxy
-
-
-@pytest.fixture
-def proxy(shared_proxy):
-    shared_proxy.forget()
-    return shared_proxy
 
 
 @pytest.fixture
@@ -57,7 +51,6 @@ def test_a_server_that_comes_up_meanwhile_is_found(proxy, client):
 def test_a_run_without_its_server_says_so_and_keeps_the_password(tmp_path, monkeypatch, capfd, caplog):
     """What is waited for while it waits, one line at the end, the password nowhere."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.chdir(ROOT)
     address = f"127.0.0.1:{free_port()}"
     flags = ["--config", "hf_recipes/tiny/calculator-vllm.yaml", "--vllm_server_base_url", f"http://ann:hunter2@{address}",
              "--vllm_server_timeout", "1", "--output_dir", str(tmp_path)]  # fmt: skip

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mt_grpo.base.errors import RunError
-from mt_grpo.training import further_credit
 from mt_grpo.training.batch import NAN
 from mt_grpo.training.further_credit import check_advantages, numbers_that_move
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS, RewardTable, norm, token_advantages, turn_advantages
@@ -545,15 +544,6 @@ def test_what_moves_is_found_without_chance_and_for_any_function():
     rewards = table([1, 0], [[1, 0], [1]], turn=[[0.2, 5], [0.4]])
     masks = numbers_that_move(rewards, lambda t: (t.outcome.numpy() - 0.5)[:, None] * t.sampled)
     assert masks["outcome"].all() and masks["turn"].tolist() == [[True, True], [True, False]]
-
-
-def test_an_estimator_is_registered_with_what_it_reads(monkeypatch):
-    functions = [lambda *_: None, lambda *_: None]
-    monkeypatch.setattr(further_credit, "CREDIT_ASSIGNMENTS", {})
-    further_credit.credit_estimator("mine", functions[0], reads=("turn_discount", "state"), per_turn=False)
-    further_credit.credit_estimator("other", functions[1])
-    assert further_credit.CREDIT_ASSIGNMENTS == {"mine": functions[0], "other": functions[1]}
-    assert [(each.reads, each.per_turn) for each in functions] == [({"turn_discount", "state"}, False), (set(), True)]
 
 
 @pytest.mark.parametrize("coef, reward", [(1e20, 1.0), (1.0, 9e17)])

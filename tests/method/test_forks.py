@@ -1,7 +1,6 @@
 """The forks of docs/forking.md: another conversation as a recipe key, or as a short file; each one trains."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def keys_of_the_page(word: str) -> dict:
 
 
 def build(folder: Path, model: str, rows: list[dict] = ROWS, script=mt, **keys):
-    """A trainer by a recipe, from the project's folder: four rollouts of one prompt for each of two steps."""
+    """A trainer by a recipe: four rollouts of one prompt for each of two steps."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {
         "model_name_or_path": model, "dataset_name": str(folder / "rows.jsonl"), "output_dir": str(folder / "out"),
@@ -43,12 +42,7 @@ def build(folder: Path, model: str, rows: list[dict] = ROWS, script=mt, **keys):
         "disable_tqdm": True, "max_env_steps": 3, "scale_rewards": "none", **keys,
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    before = Path.cwd()
-    os.chdir(ROOT)  # recipes name files from there
-    try:
-        return script.build_trainer(*script.parse_arguments(["--config", str(folder / "recipe.yaml")]))
-    finally:
-        os.chdir(before)
+    return script.build_trainer(*script.parse_arguments(["--config", str(folder / "recipe.yaml")]))
 
 
 def train(trainer) -> tuple[list[dict], list[dict]]:

@@ -5,7 +5,6 @@ from scripted import (
     ADD,
     ANSWER,
     CHATML_TOKENIZER,
-    END,
     QWEN3_TOKENIZER,
     SPECIAL,
     THINKING,
@@ -172,15 +171,6 @@ def test_two_turns_in_numbers():
     assert [r.prompt for r in backend.requests] == [prompt, prompt + turn_0 + observation]
     assert [r.max_tokens for r in backend.requests] == [4096, 4096 - 52 - 41]
     assert rollout.stop_reason == StopReason.ANSWERED
-
-
-def test_one_turn_without_a_call():
-    rollout, _ = converse(f"{ANSWER}<|im_end|>")
-    assert rollout.completion_ids == ids(ANSWER)  # the turn ends with the tag
-    assert rollout.loss_mask == [1] * 18 and rollout.turn_ids == [0] * 18
-    rollout, _ = converse("I do not know.<|im_end|>")
-    assert rollout.completion_ids == [*ids("I do not know."), END]
-    assert rollout.messages == [{"role": "assistant", "content": "I do not know."}]
 
 
 @pytest.mark.contract("MultiTurnToolEnv.generate")

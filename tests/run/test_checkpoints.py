@@ -25,12 +25,7 @@ from transformers import (
 )
 
 from mt_grpo.base.errors import RunError
-from mt_grpo.run.checkpoints import (
-    CheckpointError,
-    checkpoint_to_resume,
-    load_missing,
-    weights_not_finite,
-)
+from mt_grpo.run.checkpoints import CheckpointError, checkpoint_to_resume, load_missing, weights_not_finite
 from mt_grpo.run.trainer import NotFinite, train_or_save
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main
 

@@ -59,18 +59,11 @@ def no_leftovers():
     assert {s: signal.getsignal(s) for s in handlers} == handlers
 
 
-@pytest.fixture(scope="module")
-def shared_proxy(shared_server):
-    with FaultProxy(shared_server.url) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def proxy(server, shared_proxy):
+def proxy(server):
     """In front of the server, without faults yet."""
-    shared_proxy.forget()
-    yield shared_proxy
-    shared_proxy.forget()
+    with FaultProxy(server.url) as proxy:
+        yield proxy
 
 
 @pytest.fixture(scope="module")

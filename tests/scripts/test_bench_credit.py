@@ -76,7 +76,6 @@ class Here(ThreadPoolExecutor):
 def test_a_run_is_kept_and_not_run_again(folders, monkeypatch, capsys):
     """This process trains the bifurcation for one step in place of a worker; the second time there is no worker."""
     monkeypatch.setattr(bench, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(bench, "begin", lambda: None)
     monkeypatch.setattr(bench, "NUM_PROBLEMS", 32)
     monkeypatch.setitem(bench.TASKS, "bifurcation-0-2", {**bench.TASKS["bifurcation-0-2"], "tokens": 1})
     job = {"task": "bifurcation-0-2", "method": "gigpo", "seed": 3}

@@ -159,8 +159,7 @@ def test_the_text_has_every_turn_with_its_advantage(run):
     assert "exact_match_reward_func 1.00" in run.printed
 
 
-def test_rows_and_settings_can_be_chosen(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_rows_and_settings_can_be_chosen():
     shown = ex.explain(RECIPE, 3, ["--credit_assignment", "outcome", "--num_generations=4", "--outcome_reward_weights",
                                    "1", "2"])  # fmt: skip
     row, settings = make_arithmetic(4, seed=0)[3], dict(shown.settings)
@@ -174,8 +173,7 @@ def test_rows_and_settings_can_be_chosen(monkeypatch):
     assert "answer_given_reward_func (weight 2) " in ex.render_text(shown, 500)
 
 
-def test_masked_rollouts_are_shown_as_out_of_the_loss(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_masked_rollouts_are_shown_as_out_of_the_loss():
     shown = ex.explain(RECIPE, 0, ["--mask_truncated_completions", "true", "--max_completion_length", "3"])
     assert {row["stop_reason"] for row in shown.rows} == {"max_tokens"}
     tokens = [token for row in shown.rows for token in tokens_of(row)]

@@ -297,13 +297,6 @@ def test_what_was_found_and_what_rewards_get(turns, source, found, outcome, scri
     assert (result["result_found"], result["rewards"]["outcome"]) == (found, outcome)
 
 
-def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):
-    text = Path(recipe).read_text().replace("use_cpu: true", "").replace("bf16: false", "bf16: true")
-    (tmp_path / "gpu.yaml").write_text(text + "eval_strategy: steps\neval_steps: 10\n")
-    _, args, _ = ev.load_recipe(str(tmp_path / "gpu.yaml"), ["--temperature", "0.5"])
-    assert (args.num_generations, args.temperature) == (4, 0.5)
-
-
 def test_greedy_takes_the_most_probable_token(scripted, random_model, recipe):
     """Whatever the seed and the temperature. Sampling differs by seed. A server is asked for it, too."""
     _, args, model_args = parsed = ev.load_recipe(recipe, ["--temperature", "1.7"])
@@ -338,7 +331,6 @@ def test_the_quickstart_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
     trainer.train.side_effect = KeyboardInterrupt
     for name in ("trainer_state.json", "latest"):
         (tmp_path / name).write_text("{}")
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(quickstart, "evaluate", lambda *args, **kwargs: {"exact_match": 0.5})
     monkeypatch.setattr(quickstart.mt, "build_trainer", lambda *recipe: trainer)
     with pytest.raises(KeyboardInterrupt):

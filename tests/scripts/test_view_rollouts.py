@@ -453,18 +453,6 @@ def test_tokens_are_coloured(open_page, tmp_path):
     assert spans("none") == [] and page.inner_text(".part.policy pre") == "Pa\nris"
 
 
-def test_without_tokens_a_turn_has_a_colour(open_page, tmp_path):
-    page = open_page(one_page(write_log(tmp_path, rows())) + "#rollout/0/3")
-    page.wait_for_selector(".scale")
-    painted = page.evaluate("[...document.querySelectorAll('.policy pre')].map(pre => pre.style.background)")
-    assert painted == ["rgba(0, 110, 230, 0.65)"] * 2
-    assert "log_rollout_tokens: true" in page.inner_text("main")
-    off = page.evaluate("[...document.querySelectorAll('[data-colour]:disabled')].map(each => each.textContent)")
-    assert off == ["difference"]  # there is nothing to show
-    page.click("button:has-text('logprob')")
-    until(page, "location.hash === '#rollout/0/3?colour=logprob'")
-
-
 @pytest.mark.contract("viewer")
 def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())) + "#rollout/0/4")
@@ -501,16 +489,6 @@ def test_what_a_further_record_read_is_shown(open_page, tmp_path):
     assert "record 1: 2 messages that the model read before this turn" in read[2] and "Sum up the zebra." in read[2]
     turns = page.evaluate("[...document.querySelectorAll('.part.policy .who')].map(each => each.innerText)")
     assert ["record 0" in turns[0], "record 1" in turns[1], "continues turn 0" in turns[2]] == [True] * 3
-
-
-def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
-    tokens = {"token_texts": ["Hm."], "token_ids": [1], "loss_mask": [1], "advantages": [0.5]}
-    unread = turn("Hm.", [("search", {"query": "a\nb"})], [("down", "tool")], num_read=0, **tokens)
-    page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [unread])])) + "#rollout/0/1")
-    for colour in ("none", "advantage"):
-        paint(page, colour)
-        assert "error: tool" in page.inner_text(".part.error") and "not read" in page.inner_text(".part.error")
-        assert page.inner_text(".part.call dl") == "query\na\nb" and page.inner_text(".part.error pre") == "down"
 
 
 def test_two_runs_are_compared(open_page, tmp_path):

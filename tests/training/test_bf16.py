@@ -8,7 +8,7 @@ import torch
 from bench.common import ROOT
 from safetensors.torch import load_file
 from server_run import FLAGS
-from test_first_batch import preflight, project_folder, recipe_file  # noqa: F401  project_folder is autouse
+from test_first_batch import preflight, recipe_file
 from transformers import TrainerCallback
 from warm_vllm import WarmVLLMServer
 
@@ -118,7 +118,7 @@ def test_the_check_passes_right_weights_and_no_wrong_ones(dtype, port, tmp_path)
     def check(wrong=None, norm_scale=1.0):
         scaled = {"model.norm.weight": trainer.model.model.norm.weight.detach() * norm_scale, **(wrong or {})}
         pushed = ((n, scaled.get(n, w)) for n, w in trainer.vllm_generation.named_weights())
-        trainer.client.update_weights(pushed, f"wrong-{next(numbers)}")
+        trainer.client.update_weights(pushed, f"wrong-{next(numbers)}", None, torch.device("cpu"))
         return sync._check_logprobs()
 
     assert check() == pytest.approx(gaps[-1], abs=0.02)

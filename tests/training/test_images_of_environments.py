@@ -59,10 +59,10 @@ def game(reset=None, replies=(), **methods):
     return Game
 
 
-def play(tokenizer, cls, turns, row=None, prompt=ASKED, tools=(), **settings):
+def play(tokenizer, cls, turns, row=None, prompt=ASKED, **settings):
     """One conversation: (its rollout, the backend)."""
     settings = {"max_steps": 8, "max_completion_length": 400, **settings}
-    env = MultiTurnToolEnv(tools, None, tokenizer=tokenizer, environment=cls, **settings)
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=cls, **settings)
     backend = Scripted([[tokenizer(each, add_special_tokens=False)["input_ids"] for each in turns]])
     (rollout,) = env.generate([prompt], backend, rows=[row or {}])["rollouts"]
     if rollout.error is None:
@@ -342,26 +342,6 @@ def test_an_image_that_does_not_fit_takes_no_other_with_it(tokenizer, ids_of):
     assert shown["num_images"] == [0, 1] and shown["image_grid_thw"].tolist() == [[1, 4, 4]]
     pixels = tokenizer.pictures.read(image(1), "").features["pixel_values"]
     assert torch.equal(shown["pixel_values"], pixels)
-
-
-def test_what_a_tool_returns_with_images(tokenizer, plain):
-    """Each picture at its place; and errors or the same texts where the model reads text alone."""
-
-    def show(what: str) -> list:
-        """Show."""
-        listed = ["One: ", image(1), {"type": "text", "text": "."}]
-        return {"image": image(1), "alpha": image(1).convert("RGBA"), "list": listed, "text": ["a", {"b": 1}]}[what]
-
-    calls = [f'<tool>{{"name": "show", "args": {{"what": "{w}"}}}}</tool>' for w in ("image", "alpha", "list", "text")]
-    limits = {"max_steps": 20, "max_completion_length": 4000, "max_tool_response_tokens": 1000}
-    name = f"<image {tokenizer.pictures.read(image(1), '').name}>"
-    rollout, _ = play(tokenizer, None, [*calls, ANSWER], tools=[show], **limits)
-    said = [readable(turn.observation) for turn in rollout.turns[:-1]]
-    assert said == [name, name, f"One: {name}.", '["a", {"b": 1}]']
-    assert len(pictures_in(rollout.completion_ids)) == 3
-    rollout, _ = play(plain, None, [*calls, ANSWER], tools=[show], **limits)
-    *refused, text = [turn.observation for turn in rollout.turns[:-1]]
-    assert text == said[3] and all(each.startswith("Error: the tool returned") for each in refused)
 
 
 @pytest.mark.parametrize("seed", range(12))

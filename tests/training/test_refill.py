@@ -15,7 +15,7 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.rollout import Rollout
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.rewards import RewardFunctions
-from mt_grpo_trainer import MTGRPOConfig, RewardTable
+from mt_grpo_trainer import RewardTable
 
 
 def column(trainer, name):
@@ -256,9 +256,3 @@ def test_a_column_of_another_length_has_no_places():
     columns = {"trainer_state": None, "log_extra": batch.add_extra, "log_metric": print}
     with pytest.raises(ValueError, match="got 1 values, expected one for each of 2"):
         RewardFunctions([short], [1.0], 0).score(batch, columns, 60.0, torch.device("cpu"), [False, True, True])
-
-
-def test_with_staleness_it_needs_admission():
-    with pytest.raises(ValueError, match="max_staleness=1 with refill_groups .* Set late_groups: admit"):
-        served = {"use_cpu": True, "bf16": False, "use_vllm": True, "vllm_mode": "server"}
-        MTGRPOConfig(output_dir="x", max_staleness=1, refill_groups=1, **served)
