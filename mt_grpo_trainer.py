@@ -48,18 +48,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.rollout import (
-    Context,
-    Generation,
-    Message,
-    Origin,
-    Reply,
-    Rollout,
-    StopReason,
-    ToolCall,
-    ToolResult,
-    Turn,
-)
+from mt_grpo.rollout import Context, Generation, Message, Origin, Reply, Rollout
 
 # The package comes first: it sets what torch and TRL read when they are imported.
 # isort: split
@@ -95,15 +84,7 @@ from mt_grpo.conversation.tools.running import (
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.images.reader import inputs_of_rows, own_results, read_pictures, readable_messages
-from mt_grpo.recipe.checks import (
-    backend_of,
-    check_config,
-    check_groups,
-    check_server,
-    check_tied_lora,
-    prepare_env,
-    prompt_ids_of,
-)
+from mt_grpo.recipe.checks import backend_of, check_config, check_server, check_tied_lora, prepare_env, prompt_ids_of
 from mt_grpo.recipe.parse import ModelKeys, ServerAndLogKeys, check_values, key, make_absolute, parse_recipe
 from mt_grpo.recipe.plugins import (
     add_integrations,
@@ -124,6 +105,7 @@ from mt_grpo.reports.metrics import (
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
+from mt_grpo.rollout import StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.run.trainer import ResumableTrainer, checkpoint_of_all_ranks, connect_backend, pool_of, train_or_save
 from mt_grpo.training.batch import FURTHER_RECORDS, NAN, Batch, nanstd, pad_turn_ids
 from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS, check_advantages, credit_estimator, log_unused, refill
@@ -318,9 +300,7 @@ class MultiTurnToolEnv(Conversations):
         readable = self.readable(rollout.prompt_messages, llm)
         rollout.prompt_ids = self.prompt_ids(readable, tokenizer, rollout.tools, rollout.rendered)
 
-    async def sample_turn(
-        self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
-    ) -> Turn | None:
+    async def sample_turn(self, rollout: Rollout, llm: Any, sampling_params: dict | None = None) -> Turn | None:
         """Sample the model's next turn and add it to the rollout. None, with a stop reason, if no token is left."""
         room, started = self._room(rollout, llm), time.perf_counter()
         if room.tokens <= 0:
@@ -852,14 +832,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **kwargs,
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL's, from rows that share prompts: logprobs and entropies (M, C), there 0 where nobody trains.
 
@@ -901,11 +874,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             fresh: (N,) bool, the rollouts to score; others keep their values. None: all.
         """
         batch.choose_records(self.args, self.state.global_step)
-        batch.scores, batch.weights = (
-            self.reward_functions.score_all_ranks(self, batch, fresh),
-            self.reward_weights.cpu(),
-        )
-        batch.rewards = RewardTable(**batch.scores.weighted(batch.weights))
+        batch.scores = self.reward_functions.score_all_ranks(self, batch, fresh)
+        batch.rewards = RewardTable(**batch.scores.weighted(self.reward_weights.cpu()))
         batch.rewards.outcome = batch.rewards.outcome.masked_fill(torch.tensor(batch.failed), NAN)
         batch.logged = batch.scores.logged().to(self.accelerator.device)
 
@@ -980,17 +950,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         peft_config: Any = None,
     ):
         args = args or MTGRPOConfig("mt-grpo-output")
-        self.reward_functions = RewardFunctions.of(
-            turn_reward_funcs,
-            outcome_reward_funcs,
-            env,
-            turn_reward_weights or args.turn_reward_weights,
-            outcome_reward_weights or args.outcome_reward_weights,
-        )
+        given = turn_reward_weights or args.turn_reward_weights, outcome_reward_weights or args.outcome_reward_weights
+        self.reward_functions = RewardFunctions.of(turn_reward_funcs, outcome_reward_funcs, env, *given)
         train_dataset, eval_dataset, tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, peft_config
+            env, args, self.reward_functions, model, train_dataset, eval_dataset, processing_class, peft_config
         )
-        check_groups(self.reward_functions.functions, args, train_dataset)
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
@@ -1090,8 +1054,8 @@ class VLLMServerClient(ServerConnection):
         payload = {
             **sampling_defaults(), "stop": list(TOOL_FORMATS["xml"].stops), "include_stop_str_in_output": True,
             **self.salt(),
-            **(sampling_params or {}), "model": self.asked_model, "prompt": prompt_ids, "max_tokens": max_tokens,
-            "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False
+            **(sampling_params or {}), "model": self.adapter or self.model_card["id"], "prompt": prompt_ids,
+            "max_tokens": max_tokens, "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False
         }  # fmt: skip
         return await self.sample(payload, self.vocab_size)
 
@@ -1141,9 +1105,7 @@ class VLLMServerClient(ServerConnection):
 class MTGRPOScriptArguments(ScriptArguments):
     """Data, tools and rewards of a run, in addition to the fields of TRL's `ScriptArguments`."""
 
-    tools_script: str | None = key(
-        None, "Python file with TOOL_FUNCTIONS = [...], ENVIRONMENT = MyClass, or both", path=True, opens=True
-    )
+    tools_script: str | None = key(None, "Python file with TOOL_FUNCTIONS, ENVIRONMENT or both", path=True, opens=True)
     reward_fn: str | None = key(None, "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS", path=True)
     environment: str | None = key(
         None, "path.py:Class, or an integration: openai_agent, gym or openenv", path=":", opens=True
@@ -1158,25 +1120,15 @@ class MTGRPOScriptArguments(ScriptArguments):
 class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
-    credit_assignment: str = key(
-        "mt_grpo",
-        "outcome, merged, mt_grpo, turn_return, gigpo, zero_sum or progress_credit",
-        one_of=CREDIT_ASSIGNMENTS,
-    )
+    credit_assignment: str = key("mt_grpo", "How turns get their advantages", one_of=CREDIT_ASSIGNMENTS)
     turn_advantage_coef: float = key(1.0, "Weight of a turn's own advantage. 0: the outcome alone", within="[0, inf)")
     turn_discount: float = key(1.0, "Discount per turn, for turn_return, gigpo and progress_credit", within="[0, 1]")
     outcome_in_return: bool = key(False, "turn_return and gigpo: the outcome is also a reward of the last turn")
     state_baseline: str = key(
-        "mean",
-        "gigpo: compare a turn with the mean of its state, or of the others there (leave_one_out)",
-        one_of=("mean", "leave_one_out"),
+        "mean", "gigpo: compare a turn with its state's mean, or that of the others", one_of=("mean", "leave_one_out")
     )
-    turn_reward_weights: list[float] | None = key(
-        None, "Weights of the turn rewards. None: all 1", within="(-inf, inf)"
-    )
-    outcome_reward_weights: list[float] | None = key(
-        None, "Weights of the outcomes. None: all 1", within="(-inf, inf)"
-    )
+    turn_reward_weights: list[float] | None = key(None, "Weights of turn rewards. None: all 1", within="(-inf, inf)")
+    outcome_reward_weights: list[float] | None = key(None, "Weights of outcomes. None: all 1", within="(-inf, inf)")
     tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
     reward_timeout: float = key(600.0, "Seconds of a reward function for one batch", within="(0, inf)", trained=False)
     max_staleness: int = key(0, "Batches of rollouts sampled ahead of training", within="[0, inf)")
@@ -1191,9 +1143,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         within="[1, inf)", trained=False,
     )  # fmt: skip
     old_logps: str | None = key(
-        None,
-        "What the loss clips around: policy (before the step) or sampled. None: by max_staleness",
-        one_of=("policy", "sampled"),
+        None, "Clip around policy (before the step) or sampled. None: by max_staleness", one_of=("policy", "sampled")
     )
     # TRL's default multiplies the ratios of a whole rollout, which leaves long ones out of the loss.
     vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected")
@@ -1225,18 +1175,12 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     except OSError as error:
-        raise ValueError(
-            f"model_name_or_path: {name!r} is no folder of a model, nor found on the Hub: {error}"
-        ) from None
+        raise ValueError(f"model_name_or_path: {name!r} is no model's folder, nor found on the Hub: {error}") from None
     env = build_env(script_args, args, tools, tokenizer)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn)
-    args.model_init_kwargs = {
-        "revision": revision,
-        "dtype": model_args.dtype,
-        "attn_implementation": model_args.attn_implementation,
-        **(args.model_init_kwargs or {}),
-    }
+    how = {"revision": revision, "dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+    args.model_init_kwargs = how | (args.model_init_kwargs or {})
     return MTGRPOEnvTrainer(
         model=name,
         env=env,

@@ -21,30 +21,17 @@ import os
 import warnings
 
 from mt_grpo.rollout import (
-    Context,
-    Environment,
-    Generation,
-    Message,
-    Reply,
-    Rollout,
-    StopReason,
-    ToolCall,
-    ToolResult,
-    Turn,
+    Context as Context,
+    Environment as Environment,
+    Generation as Generation,
+    Message as Message,
+    Reply as Reply,
+    Rollout as Rollout,
+    StopReason as StopReason,
+    ToolCall as ToolCall,
+    ToolResult as ToolResult,
+    Turn as Turn,
 )
-
-__all__ = [
-    "Context",
-    "Environment",
-    "Generation",
-    "Message",
-    "Reply",
-    "Rollout",
-    "StopReason",
-    "ToolCall",
-    "ToolResult",
-    "Turn",
-]
 
 # INVARIANT: both are set before torch and TRL are imported, which read them then.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # waiting threads spin briefly: endless spinning slows busy cores

@@ -78,10 +78,7 @@ def explain(config: str, row: int = 0, overrides: Iterable[str] = ()) -> GroupCr
             a setting that is fixed here.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, expected one process: a group would be spread over several. "
-            "Start this with `python`, not with `accelerate launch`."
-        )
+        raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: start this with `python`, in one process.")
     with tempfile.TemporaryDirectory(prefix="explain-credit-") as folder:
         trainer = mt.build_trainer(*group_recipe(config, list(overrides), folder))
         rows = trainer.train_dataset

@@ -18,7 +18,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,7 @@ def minimum(text: str) -> tuple[str, float]:
     return name, float(number)
 
 
-def chosen(
-    rows: Iterable[Row], min_reward: float | None, minima: dict[str, float], per_prompt: int | None
-) -> list[Row]:
+def chosen(rows: list[Row], min_reward: float | None, minima: dict[str, float], per_prompt: int | None) -> list[Row]:
     """The rollouts to train on: of each prompt the best first, then the latest, each conversation once."""
 
     def is_good(row: Row) -> bool:

@@ -49,9 +49,7 @@ def take_apart(source: str) -> tuple[str, set[tuple[str, str]], str]:
         elif isinstance(node, ast.ImportFrom):
             own = node.module.split(".")[0] == "mt_grpo"
             if own and (renamed := next((alias for alias in node.names if alias.asname), None)):
-                raise ValueError(
-                    f"{ast.unparse(renamed)} of {node.module}: in one file each name is its module's own."
-                )
+                raise ValueError(f"{node.module}: {ast.unparse(renamed)}. In one file each name is its module's own.")
             if not own and node.module != "__future__":
                 imports |= {(node.module, ast.unparse(alias)) for alias in node.names}
             last = node.end_lineno

@@ -79,14 +79,9 @@ def compare(greedy: dict[str, Any], before: dict[str, Any], after: dict[str, Any
     exact match                     0.75    0.25   1.00
     mean turns                      2.00    2.00   2.00
     """
-    rows = {
-        "tool executed": "tool_executed",
-        found: "result_found",
-        "exact match": "exact_match",
-        "mean turns": "mean_turns",
-    }
     lines = [f"{'':<20}{'greedy, before':>16}{'before':>8}{'after':>7}"]
-    for label, key in rows.items():
+    for label in ("tool executed", found, "exact match", "mean turns"):
+        key = "result_found" if label == found else label.replace(" ", "_")
         values = [number(result[key], 2) for result in (greedy, before, after)]
         lines.append("{:<20}{:>16}{:>8}{:>7}".format(label, *values))
     return "\n".join(lines)
@@ -132,8 +127,7 @@ def main(argv: list[str] | None = None) -> None:
         trainer.remove_callback(callback)
     trainer.add_callback(ReadableProgress())
     trainer.train(resume_from_checkpoint=recipe[1].resume_from_checkpoint)
-    trainer.save_model(recipe[1].output_dir)
-    trainer.save_state()
+    trainer.save_trained_model()
 
     print(f"\n3/3 evaluating {output} on the same problems", flush=True)
     after = evaluate(recipe[1].output_dir, recipe, NUM_PROBLEMS)

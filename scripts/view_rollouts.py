@@ -18,6 +18,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 import sys
 import time
@@ -92,12 +93,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         for line in file:
             with suppress(ValueError):
                 logs.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
-    rows: dict[tuple, dict[str, Any]] = {}
-    for row in logs:
-        if isinstance(row, dict) and "step" in row:
-            if "reward" in row:  # of a resumed run: the steps after this one were given up
-                rows = {key: each for key, each in rows.items() if key[0] <= row["step"]}
-            rows[row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")] = row
+    rows, first = {}, math.inf
+    for row in reversed(logs):
+        if isinstance(row, dict) and "step" in row and row["step"] <= first:  # later ones a resumed run gave up
+            rows.setdefault((row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")), row)
+            first = row["step"] if "reward" in row else first
     return [rows[key] for key in sorted(rows)]
 
 
@@ -121,8 +121,6 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder. Expected the output_dir of a run.")
         if not any(folder.glob("rollouts.rank*")) and not read_metrics(folder):
             words = "Expected the output_dir of a run with log_rollouts above 0."
             raise ValueError(f"{folder} has neither rollouts.rank*.jsonl nor {METRICS_FILE}. {words}")

@@ -11,8 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
-
-
 LOOPS, STARTING = {}, threading.Lock()  # event loops by the names of their threads
 
 

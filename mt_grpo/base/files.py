@@ -51,7 +51,7 @@ def output_lock(path: str) -> Iterator[None]:
         yield
 
 
-# Of YAML 1.2: 1e-6 is a number, and 1:30 and 010, which are 90 and 8 in YAML 1.1, are text.
+# Of YAML 1.2: 1e-6 is a number, and 1:30 and 010, which are 90 and 8 in YAML 1.1, and dates are text.
 NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)$"),
     "tag:yaml.org,2002:float": re.compile(r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+)$"),
@@ -62,7 +62,7 @@ class RecipeLoader(yaml.SafeLoader):
     """`yaml.SafeLoader` that raises `YAMLError` for a key that is set twice; the original uses the last one."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, NUMBERS.get(tag, pattern)) for tag, pattern in rows]
+        first: [(tag, NUMBERS.get(tag, pattern)) for tag, pattern in rows if not tag.endswith(":timestamp")]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

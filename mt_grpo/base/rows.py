@@ -22,24 +22,11 @@ class WrittenRow(dict):
     """A row in which each None was written. In a row of a table, a plain dict, None may be a key of another row."""
 
 
-class JsonLines(Sequence):
-    """Lines of JSON, as bytes. Each access decodes its line anew, so that nobody can change a row for others."""
-
-    def __init__(self, lines: Iterable[bytes]):
-        self._lines = list(lines)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> DataRow:
-        return json.loads(self._lines[index])
-
-
 class Rows(Sequence):
     """Rows that are made at each access: `WrittenRow`, unless their source is a table (`Dataset`).
 
-    `rows[3]` is a row, and `rows["answer"]` a list with None where a row lacks the column. `make` makes a row of a
-    dict of `source` and its number, and raises `ValueError` for a dict that is none.
+    `rows[3]` is a row, and `rows["answer"]` a list with None where a row lacks the column. `source` has dicts, or JSON
+    as bytes. `make` makes a row of such a dict and its number, and raises `ValueError` for a dict that is none.
     """
 
     def __init__(self, source: Sequence, make: Callable[[DataRow, int], DataRow] = lambda row, number: row):
@@ -60,7 +47,8 @@ class Rows(Sequence):
         number = range(len(self))[operator.index(key)]
         return self._row(self._source[number], number)
 
-    def _row(self, row: DataRow, number: int) -> DataRow:
+    def _row(self, row: DataRow | bytes, number: int) -> DataRow:
+        row = json.loads(row) if isinstance(row, bytes) else row  # anew: nobody can change a row for others
         return (dict if isinstance(self._source, Dataset) else WrittenRow)(self._make(row, number))
 
 

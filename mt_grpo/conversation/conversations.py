@@ -24,7 +24,7 @@ from mt_grpo.base.fields import key
 from mt_grpo.base.rows import row_text
 from mt_grpo.conversation.environments import keep_whole, num_ids
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import cut_messages
 from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
 from mt_grpo.images.pictures import has_too_many
@@ -101,7 +101,8 @@ class Conversations(Limits):
             except ServerError as error:  # perhaps for this prompt alone
                 asked = f"It was asked for the row {row_text(rollout.row)}."
                 raise type(error)(f"{sentence(error)} {asked}") from error
-        keep_whole(rollout, num_ids(self._tokenizer(llm)))
+        tokenizer = self._tokenizer(llm)
+        keep_whole(rollout, num_ids(tokenizer, len(tokenizer)))
         return rollout
 
     @asynccontextmanager
@@ -142,23 +143,20 @@ class Conversations(Limits):
     def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         """The tool format of a model with this tokenizer, which reads its calls and writes results."""
         if id(tokenizer) not in self._formats:
-            options = self.tool_format, tokenizer, self.chat_template_kwargs, self._ends
-            self._formats[id(tokenizer)] = make_format(*options)
+            made = TOOL_FORMATS[self.tool_format](tokenizer, self.chat_template_kwargs, self._ends)
+            self._formats[id(tokenizer)] = made
         return self._formats[id(tokenizer)]
 
-    def examples_of(self, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-        """The messages of `prompt_examples` as a model with this tokenizer reads them. Raises `ValueError`."""
+    def with_examples(self, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+        """Insert the examples, as a model with this tokenizer reads them, after the system messages."""
         if id(tokenizer) not in self._examples:
             written = written_examples(
                 self.prompt_examples, self.format_of(tokenizer), self.tools, all_known=self.environments is None
             )
             self._examples[id(tokenizer)] = written
-        return copy.deepcopy(self._examples[id(tokenizer)])
-
-    def with_examples(self, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-        """Insert the examples after the system messages."""
+        examples = copy.deepcopy(self._examples[id(tokenizer)])
         systems = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
-        return [*systems, *self.examples_of(tokenizer), *messages[len(systems) :]]
+        return [*systems, *examples, *messages[len(systems) :]]
 
     def add_ends(self, ids: Iterable[int]) -> None:
         """Add ids that end a turn, such as those of the model's generation config."""

@@ -90,16 +90,11 @@ def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -
             raise EnvironmentFailure(f"{where} has {message!r:.200}, {known}.")
         # As in OpenAI's API, a message that only calls says nothing.
         content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
-        read.append({**message, "content": read_content(content, where, said)})
+        try:  # parts are joined, images become marks
+            read.append({**message, "content": said_text(said or SaidPictures(), content, where)})
+        except ValueError as error:
+            raise EnvironmentFailure(str(error)) from error
     return read
-
-
-def read_content(content: Any, where: str, said: SaidPictures | None = None) -> str:
-    """Convert a content to text: parts are joined, images become marks. Raises `EnvironmentFailure` otherwise."""
-    try:
-        return said_text(said or SaidPictures(), content, where)
-    except ValueError as error:
-        raise EnvironmentFailure(str(error)) from error
 
 
 def is_number(value: Any) -> bool:
@@ -107,21 +102,18 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and abs(value) <= 3.4e38  # NaN is not
 
 
-def as_written(messages: list[Message], origin: Origin) -> list[Message]:
-    """Return the messages unchanged, for programs whose requests are cleaned later."""
-    return messages
-
-
 def joined(
-    prompt: list[Message], observation: str | list | None, clean: Clean = as_written, said: SaidPictures | None = None
+    prompt: list[Message], observation: str | list | None, clean: Clean | None = None, said: SaidPictures | None = None
 ) -> list[Message]:
     """Join a prompt and the return value of `reset`: text and parts extend the last message, messages replace all.
 
-    `clean` breaks the control tokens that messages of an origin may not contain. `said` reads the images.
+    `clean` breaks the control tokens that messages of an origin may not contain; None: they are cleaned later. `said`
+    reads the images.
 
     >>> joined([{"role": "user", "content": "Play. "}], "A board.")
     [{'role': 'user', 'content': 'Play. A board.'}]
     """
+    clean = clean or (lambda messages, origin: messages)
     if not observation and not isinstance(observation, (int, float)):
         if not any(message["content"] for message in prompt):
             raise EnvironmentFailure("reset returned nothing, and the row has no prompt. Expected one of them.")
@@ -136,7 +128,7 @@ def joined(
     def as_outside(text: str) -> str:
         return clean([{"role": "user", "content": text}], Origin.OUTSIDE)[0]["content"]
 
-    text = as_outside(read_content(observation, "reset", said))
+    text = as_outside(read_messages([{"role": "user", "content": observation}], "reset", said)[0]["content"])
     # INVARIANT: a control token of which the row has one half and `reset` has the other is broken, too.
     meet = as_outside(last["content"] + text) == as_outside(last["content"]) + text
     return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
@@ -299,7 +291,7 @@ class Environments:
         """The tools of a row's environment before there is an instance, to estimate the length of the prompt."""
         return class_tools(self.class_of(row))
 
-    async def open(self, rollout: Rollout, clean: Clean = as_written, tokenizer: Any = None) -> list[Message]:
+    async def open(self, rollout: Rollout, clean: Clean | None = None, tokenizer: Any = None) -> list[Message]:
         """Give a rollout its environment and call `reset`. Returns the prompt, cleaned of control tokens."""
         cls, self.tokenizer = self.class_of(rollout.row), tokenizer
         if self._free[cls]:
@@ -417,15 +409,10 @@ class Environments:
 # The lists of a rollout's turns, as the loss reads them. An environment may change the rollout by mistake.
 
 
-def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's largest id plus one. It may exceed the tokenizer's length: ids may have gaps."""
-    return greatest_id(tokenizer, len(tokenizer)) + 1
-
-
 @functools.lru_cache(maxsize=8)
-def greatest_id(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
-    """The tokenizer's largest id, cached. `length` is part of the cache key, since tokens may be added later."""
-    return max(tokenizer.get_vocab().values(), default=length - 1)
+def num_ids(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
+    """The tokenizer's largest id plus one, cached: ids may have gaps. `length` is a key, since tokens may be added."""
+    return max(tokenizer.get_vocab().values(), default=length - 1) + 1
 
 
 def keep_whole(rollout: Rollout, vocab_size: int) -> None:

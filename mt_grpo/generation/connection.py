@@ -108,14 +108,9 @@ class ServerConnection:
         allow_many_open_files()
 
     @property
-    def reads_images(self) -> bool:
-        """Whether the model that is trained reads images."""
-        return reader_of(self.tokenizer) is not None
-
-    @property
     def unsampled(self) -> list[int]:
         """The token ids that every request forbids; empty for a text-only model."""
-        return reader_of(self.tokenizer).unsampled if self.reads_images else []
+        return getattr(reader_of(self.tokenizer), "unsampled", [])
 
     def request(
         self, method: str, path: str, timeout: float = 60.0, read: Callable[[Any], Any] | None = lambda x: x, **kwargs
@@ -202,11 +197,6 @@ class ServerConnection:
         path, body, read, _ = self.engine.ask_for_sample(payload, self.vocab_size, self.unsampled)
         generation = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
         return generation.token_ids, generation.logprobs
-
-    @property
-    def asked_model(self) -> str:
-        """The model name that requests carry."""
-        return self.adapter or self.model_card["id"]
 
     @property
     def named_adapters(self) -> set[str | None]:

@@ -8,11 +8,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
-
-import torch
 
 from mt_grpo.base.errors import NoServerLeft, ServerError, ServerLost
 from mt_grpo.base.event_loop import at_once, gather_all, start_in_background
@@ -181,7 +179,7 @@ class ServerPool:
         self.load = [0] * len(servers)  # this process's open conversations
         self._not_before: dict[int, float] = {}  # of servers that failed while they joined
         self._lock = threading.Lock()
-        self._settings: dict[str, Any] | None = None  # of all servers at the first push
+        self.settings: dict[str, Any] | None = None  # of all servers when they were first compared
 
     @property
     def transfer(self) -> Any:  # of the first server, which writes the weights once for all servers
@@ -205,16 +203,6 @@ class ServerPool:
     def close(self) -> None:
         for server in self.servers:
             server.close()
-
-    async def generate(
-        self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
-    ) -> Generation:
-        """Sample one continuation on the least loaded server. Nothing is proven about its weights."""
-        route = Route(self, Group(self, index, 1))
-        try:
-            return await route.generate(prompt_ids, max_tokens, sampling_params, index)
-        finally:
-            route.group.end_conversation()
 
     def routes(self, numbers: list[int]) -> list[Route]:
         """One backend per conversation, given the number of its group. A group shares a server."""
@@ -333,30 +321,17 @@ class ServerPool:
     def check_settings(self) -> None:
         """Compare the servers' settings with each other and with those from before a restart."""
         answers = self.ask(lambda server: server.engine.settings(server))
-        self._settings = self._settings or next(iter(answers.values()))
+        self.settings = self.settings or next(iter(answers.values()))
         for number, settings in answers.items():
-            if other := [
-                f"{k}={settings[k]!r}, expected {v!r}" for k, v in self._settings.items() if settings[k] != v
-            ]:
+            if other := [f"{k}={settings[k]!r}, expected {v!r}" for k, v in self.settings.items() if settings[k] != v]:
                 where = f"The {self.title} server at {self.servers[number].base_url}"
                 answers[number] = ServerError(f"{where} has {'; '.join(other)}. Start all servers alike.")
         self.without_errors(answers)
 
-    def dtype(self) -> str:
-        """The dtype in which the servers compute, such as `torch.bfloat16`."""
-        return next(iter(self.ask(lambda server: server.engine.settings(server)["dtype"]).values()))
-
-    def update_weights(
-        self,
-        named_weights: Iterator[tuple[str, torch.Tensor]],
-        version: str,
-        expected: dict[str, int] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> dict[str, float]:
-        """Push the weights to all members; they are written once (see `VLLMServerClient.update_weights`)."""
+    def update_weights(self, *push: Any) -> dict[str, float]:
+        """Push weights to all members, written once. `push`: arguments of `VLLMServerClient.update_weights`."""
         numbers = self.members  # once: the background loop may leave one meanwhile
-        transfers = [self.servers[number].transfer for number in numbers]
-        seconds, errors = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)
+        seconds, errors = self.transfer.push(*push, [self.servers[number].transfer for number in numbers])
         self.without_errors(dict(zip(numbers, errors)))
         return seconds
 

@@ -138,7 +138,7 @@ class VLLM:
     def forget_images(self, server: Any) -> None:
         """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image."""
         # The load empties the cache of vLLM's worker alone, and the engine ends ("Encoder cache miss", 0.31 and 0.32).
-        if server.reads_images:
+        if server.unsampled:  # the model reads images
             server.request("POST", "/reset_encoder_cache", read=None)
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:

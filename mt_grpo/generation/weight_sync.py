@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -265,11 +264,8 @@ class WeightSync:
     def _logprob_tolerance(self) -> float:
         # Measured (docs/speed.md): right weights 1.3e-6 in float32, 0.026 (0.084 with large logits) in bf16; a head or
         # a layer that is 20 steps of 3e-4 old, 0.12 and more. Above it a run ends.
-        return 1e-3 if self.model.dtype == torch.float32 and self._server_dtype == "float32" else 0.1
-
-    @functools.cached_property
-    def _server_dtype(self) -> str:
-        return on_main_process(self.servers.dtype).removeprefix("torch.")
+        exact = self.model.dtype == torch.float32 and self.servers.settings["dtype"].endswith("float32")
+        return 1e-3 if exact else 0.1
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:

@@ -134,19 +134,12 @@ def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
 def with_places(
     prompt: list[Message], row: dict[str, Any], tokenizer: Any, where: str
 ) -> tuple[list[Message], list[Picture]]:
-    """Read a row's images, those of its columns first, for which a `PLACE` is left, as `read_row`."""
-    if not images_of(row) and not image_parts(prompt):
-        return prompt, []
+    """Read a row's images, as `read_row`: those of its columns, which have a `PLACE` each, then those of messages."""
     if (reader := reader_of(tokenizer)) is None:
         refuse_images({**row, "prompt": prompt}, where, why_none(tokenizer))
     shown = [reader.read(image, f"{where}, image {k}", paths=True) for k, image in enumerate(images_of(row))]
     said = SaidPictures(tokenizer, shown, places=True, paths=True)
     return [{**message, "content": text_of_parts(said, message["content"], where)} for message in prompt], shown
-
-
-def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
-    """The images of the row's columns, among those that `with_places` returns."""
-    return shown[: len(images_of(row))]
 
 
 def placed(messages: list[Message], pictures: list[Picture], where: str) -> list[Message]:

@@ -58,11 +58,11 @@ def read_row(
         return getattr(env, way)(prompt, row, tokenizer, where)
     if not images_of(row) and not image_parts(prompt):
         return prompt, []
-    from mt_grpo.images.messages import of_columns, placed, with_places
+    from mt_grpo.images.messages import placed, with_places
 
     messages, shown = with_places(prompt, row, tokenizer, where)
     if env.environments is None:
-        messages = placed(messages, of_columns(shown, row), where)
+        messages = placed(messages, shown[: len(images_of(row))], where)
     return messages, shown
 
 

@@ -21,7 +21,7 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.conversations import check_conversations, limits_of
-from mt_grpo.images.pictures import OTHER_KINDS, TOWER, reader_of, with_pictures
+from mt_grpo.images.pictures import OTHER_KINDS, TOWER, images_of, reader_of, with_pictures
 from mt_grpo.images.reader import image_reader, read_row
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
@@ -40,7 +40,6 @@ CUTS = {
 }  # fmt: skip
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
 DATA_URL = re.compile("data:[^'\"]*")  # of an image
-CREDIT_KEYS = ("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline")
 
 
 def backend_of(args: GRPOConfig) -> str:
@@ -62,7 +61,7 @@ def text_of_cuts(args: GRPOConfig) -> str:
 def check_config(args: GRPOConfig) -> None:
     """Raise `ValueError` for settings that would train something else than they say. Set `old_logps` if it is None."""
     estimator, chosen = CREDIT_ASSIGNMENTS[args.credit_assignment], f"credit_assignment={args.credit_assignment!r}"
-    for key in CREDIT_KEYS:
+    for key in ("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline"):
         if (value := getattr(args, key)) != default_of(key, (type(args),)) and key not in estimator.reads:
             readers = " or ".join(name for name, other in CREDIT_ASSIGNMENTS.items() if key in other.reads)
             raise ValueError(f"{key}={value} has no effect with {chosen}. Remove it, or use {readers}.")
@@ -220,12 +219,13 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     (prompt,) = check_conversations([prompt], "prompts", images=True)
     prompt, shown = read_row(prompt, row, env.tokenizer, env, "prompt", "mark_images")
     if shown and env.environments is not None and not hasattr(env, "mark_images"):
-        from mt_grpo.images.messages import of_columns, placed
+        from mt_grpo.images.messages import placed
 
+        of_columns = shown[: len(images_of(row))]
         try:
-            prompt = placed(prompt, of_columns(shown, row), "the prompt")
+            prompt = placed(prompt, of_columns, "the prompt")
         except ValueError:  # `reset` may bring further places
-            further = [token for each in of_columns(shown, row) for token in each.ids]
+            further = [token for each in of_columns for token in each.ids]
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools) + further
 
@@ -297,7 +297,7 @@ def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: A
 
 
 def prepare_env(
-    env: Any, args: GRPOConfig, model: Any, train: Any, test: Any, tokenizer: Any, peft_config: Any = None
+    env: Any, args: GRPOConfig, rewards: Any, model: Any, train: Any, test: Any, tokenizer: Any, peft_config: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Check settings, environment, data and model against each other, and share what each of them says.
 
@@ -307,12 +307,15 @@ def prepare_env(
     warn_of_untested()
     warn_without_state_keys(args, env)
     train, test = prepare_data(env, args, train, test)
+    check_groups(rewards.functions, args, train)
     name = model if isinstance(model, str) else model.config._name_or_path
     # A processor holds the tokenizer, and what reads images, which is read anew.
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     share_limits(args, env)
     env.tokenizer = env.tokenizer or tokenizer
+    if env.chat_template_kwargs and args.chat_template_kwargs not in (None, env.chat_template_kwargs):
+        raise ValueError("chat_template_kwargs: the configuration and the environment have others. Give it to one.")
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
     revision = (args.model_init_kwargs or {}).get("revision")
     how = {"revision": revision or "main", "trust_remote_code": args.trust_remote_code}
@@ -354,7 +357,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig) -> 
     check_tokenizer(client, env.tokenizer, where)
     context = client.model_card["max_model_len"]
     limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
-    if client.reads_images:
+    if reader_of(env.tokenizer) is not None:
         on_main_process(lambda: check_it_reads_images(client, env))
     client.transfer.resolve(args.device)  # raises if the server was not started for the setting
 

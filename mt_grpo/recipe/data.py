@@ -14,7 +14,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from mt_grpo.base.rows import DataRow, JsonLines, Rows
+from mt_grpo.base.rows import DataRow, Rows
 from mt_grpo.conversation.conversations import check_conversations
 
 
@@ -61,7 +61,7 @@ def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     return list(rows.values())
 
 
-MOST_GENERATED = 1_000_000  # rows; the generators have not many more without repeats
+MOST_GENERATED = 500_000  # rows; the generators have not many more test rows without repeats
 
 
 def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str, int]]:
@@ -70,7 +70,7 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     >>> make_seeds(2, 0), make_seeds(1, 1, "test")
     ([{'seed': 0}, {'seed': 1}], [{'seed': 1000000}])
     """
-    return [{"seed": i + MOST_GENERATED * (split == "test")} for i in range(num_rows)]
+    return [{"seed": i + 1_000_000 * (split == "test")} for i in range(num_rows)]
 
 
 def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True) -> DataRow:
@@ -134,9 +134,9 @@ def load_rows(
         raise ValueError(f"dataset_size={size}: {name} has {MOST_GENERATED} rows at most.")
     if generated:
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
-        source = JsonLines(json.dumps(row).encode() for row in rows)
+        source = [json.dumps(row).encode() for row in rows]
     elif in_files:
-        source = JsonLines(json_lines(path / f"{split}.jsonl" if path.is_dir() else path, size))
+        source = list(json_lines(path / f"{split}.jsonl" if path.is_dir() else path, size))
     else:
         hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
         source = load_dataset(hub_name, config or hub_config, split=re.sub(r"^test(?=\[|$)", test_split, split))

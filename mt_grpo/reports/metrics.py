@@ -126,12 +126,9 @@ class EvaluationMetrics:
         of_all = reward_metrics(*map(torch.cat, zip(*self.rewards)), names)
         of_all |= conversation_metrics(torch.cat(self.columns))[0]
         metrics.update({name: [value] for name, value in of_all.items()})
-        self.columns, self.rewards = [], []
 
 
-def staleness_metrics(
-    rollouts: list[Rollout], version: int, metrics: dict[str, list[float]], stale: Counter[int]
-) -> None:
+def staleness_metrics(rollouts: list[Rollout], version: int, metrics: dict[str, list[float]], stale: Counter) -> None:
     """Set the metrics of staleness: of all turns since the last log, over all ranks. Collective.
 
     Staleness is the number of weight changes between the weights that sampled a turn, the oldest ones if there were

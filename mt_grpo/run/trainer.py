@@ -122,9 +122,7 @@ class ResumableTrainer(GRPOTrainer):
         self._saved[state.global_step] = path
         if self.accelerator.is_main_process:
             print(f"resumed from {path}, after step {state.global_step}", flush=True)
-            before = read_json(path / RUN_RECORD) or {}
-            if changed := changed_settings(before, run_record(self)):
-                changed = "\n  ".join(changed)
+            if changed := "\n  ".join(changed_settings(read_json(path / RUN_RECORD) or {}, run_record(self))):
                 logger.warning(f"{path} was trained with other settings. This run changes:\n  {changed}")
             if self.args.sync_ref_model:
                 logger.warning("sync_ref_model: checkpoints lack the reference model. It restarts as the base model.")
@@ -351,9 +349,8 @@ class ResumableTrainer(GRPOTrainer):
             rollout.place(self.accelerator.process_index * len(rows) + i)
             rollout.policy_version = self._weight_counter.version
         converse = functools.partial(self.env.converse_whole, sampling_params=self._sampling_params)
-        return RolloutBatch(
-            rollouts, converse, self.llm, self.weight_sync and self.weight_sync.pushed, self._group_size
-        )
+        version = self.weight_sync and self.weight_sync.pushed
+        return RolloutBatch(rollouts, converse, self.llm, version, self._group_size)
 
     def _opened(self, rows: list[dict[str, Any]]) -> list[Rollout]:
         rollouts = self.env.start(prompts_of(rows), rows=rows)

@@ -36,7 +36,6 @@ class Batch:
     values: list[list] | None = None  # what the F reward functions returned, (F, B)
     scores: Any = None  # the same for all N rollouts, as tensors (`Scores`)
     rewards: Any = None  # the `RewardTable` of the N rollouts
-    weights: torch.Tensor | None = None  # (F,)
     logged: torch.Tensor | None = None  # (N, F), the reward of each function for logs, NaN for None
     used: tuple[torch.Tensor, torch.Tensor] | None = None  # in training, see `Scores.count_used`
     extra: dict[str, list] = field(default_factory=dict)  # columns of TRL's table of completions, from rewards
@@ -161,9 +160,7 @@ def is_cut_off(rollout: Rollout) -> bool:
     return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
 
 
-def compare_ranks(
-    rollouts: list[Rollout], args: Any, step: int, training: bool = True
-) -> tuple[int, list[bool], list[bool]]:
+def compare_ranks(rollouts: list[Rollout], args: Any, step: int, training: bool = True) -> tuple[int, list, list]:
     """Exchange (further records of the rank with most, which of N rollouts failed, which were truncated). Collective.
 
     Raises `RunError` on all ranks if every environment failed in training, or for a setting that compares all tokens.
@@ -175,16 +172,11 @@ def compare_ranks(
     numbers, *flags, texts = zip(*gather_object([own]))
     failed, truncated = ([flag for own in each for flag in own] for each in flags)
     if training and all(failed):  # a batch of test rows may be a single one
-        raise RunError(
-            f"The environment failed in all {len(failed)} rollouts of step {step}. The first error: "
-            f"{texts[0].rstrip('.')}. Expected at least one rollout without an error. "
-            "Fix the environment, and start the run again."
-        )
+        raise RunError(f"The environment failed in all {len(failed)} rollouts of step {step}: {texts[0]}")
     for key in compares_tokens(args) if max(numbers) else ():
         raise RunError(
-            f"{key}={getattr(args, key)} compares the tokens of a whole batch. The environment edited a history or "
-            "continued a turn that had ended, so the batch is trained in several passes. "
-            f"Remove {key}, or use an environment that does neither."
+            f"{key}={getattr(args, key)} compares the tokens of a whole batch. With an edited history, or a turn that "
+            f"goes on after its end, the batch is trained in several passes. Remove {key}."
         )
     return max(numbers), failed, truncated
 

@@ -195,7 +195,7 @@ def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]
 def log_unused(trainer: Any, batch: Batch) -> None:
     """Log the share of a batch's rewards that move no advantage, and keep the counts per function in `batch.used`."""
     moves = numbers_that_move(batch.rewards, lambda table: trainer._advantages(table, "none"))
-    batch.used = batch.scores.count_used(batch.weights, moves)
+    batch.used = batch.scores.count_used(trainer.reward_weights.cpu(), moves)
     given, moved = (counts.sum().item() for counts in batch.used)
     trainer._log_metrics({"credit/frac_rewards_unused": 1 - moved / given if given else 0.0})
 
@@ -206,15 +206,15 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
     At most `refill_groups` batches' worth of groups are sampled in addition; a group that has no signal then is
     trained as it is. `without_signal` returns which groups are to be replaced, (N/G,) bool, the same on all ranks.
     """
-
-    def check() -> None:  # rewards that cannot be compared must not pass for groups without signal
-        advantages = trainer._advantages(batch.rewards, trainer.args.scale_rewards)
-        check_advantages(batch.rewards, advantages, trainer.state.global_step, trainer.turn_advantage_coef)
-
-    check()
     size = len(batch.rewards.outcome) // batch.group_size
     left, dropped, seconds = trainer.args.refill_groups * size, [], 0.0
-    while left and (slots := without_signal(batch).nonzero().flatten().tolist()[:left]):
+    while True:
+        advantages = trainer._advantages(batch.rewards, trainer.args.scale_rewards)
+        # Rewards that cannot be compared must not pass for groups without signal.
+        check_advantages(batch.rewards, advantages, trainer.state.global_step, trainer.turn_advantage_coef)
+        lacking = without_signal(batch)
+        if not (slots := lacking.nonzero().flatten().tolist()[:left]):
+            break
         chosen = torch.zeros(size, dtype=torch.bool)
         chosen[slots] = True
         fresh = chosen.repeat_interleave(batch.group_size)  # (N,)
@@ -225,25 +225,22 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
         rows, rollouts, metrics = trainer.in_flight.refill(batch.rows, slots)
         batch.replace(own, rows, rollouts)
         trainer._score(batch, fresh)
-        check()
         left, seconds = left - len(slots), seconds + metrics["rollout/wait_seconds"]
         for name, value in metrics.items():  # `rollout/*` are of all that the step waited for
             trainer._metrics["train"][name][-1] += value
     outcome = torch.cat([*dropped, batch.rewards.outcome])
     num_dropped, prompts = sum(map(len, dropped)) // batch.group_size, trainer.in_flight.prompts
-    trainer._log_metrics(
-        {
-            "refill/groups_dropped": num_dropped / (num_dropped + size),
-            "refill/rounds": batch.num_rounds,
-            "refill/seconds": seconds,
-            "refill/outcome_of_all_sampled": outcome.nanmean().item(),
-            "refill/data_passes": prompts.epoch + prompts.place / len(prompts.order),
-        }
-    )
-    if without_signal(batch).all() and trainer.accelerator.is_main_process:
+    metrics = {
+        "refill/groups_dropped": num_dropped / (num_dropped + size),
+        "refill/rounds": batch.num_rounds,
+        "refill/seconds": seconds,
+        "refill/outcome_of_all_sampled": outcome.nanmean().item(),
+        "refill/data_passes": prompts.epoch + prompts.place / len(prompts.order),
+    }
+    trainer._log_metrics(metrics)
+    if lacking.all() and trainer.accelerator.is_main_process:
         tell_once(
-            f"Step {trainer.state.global_step}: refill_groups: none of {num_dropped + size} groups has a signal (mean "
-            f"weighted outcome {outcome.nanmean().item():.3g}). Training on this batch changes nothing. Look at the "
-            "rollouts: are all rewards equal, or all tasks too hard or already solved? This is logged once.",
+            f"Step {trainer.state.global_step}: refill_groups: none of {num_dropped + size} groups has a signal. Look "
+            "at the rollouts: are all rewards equal, all tasks too hard or already solved? This is logged once.",
             "refill in vain",
         )

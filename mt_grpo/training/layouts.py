@@ -18,16 +18,7 @@ from mt_grpo.generation.weights import off_by_rounding
 from mt_grpo.images.pictures import Picture, held_by
 from mt_grpo.training.batch import FURTHER_RECORDS, compares_tokens, most_of_ranks
 from mt_grpo.training.pass_metrics import PassMetrics
-from mt_grpo.training.passes import (
-    Pass,
-    TrainedRow,
-    into_passes,
-    pass_of_two,
-    rows_of,
-    rows_of_ids,
-    rows_that_share,
-    window_of,
-)
+from mt_grpo.training.passes import Pass, into_passes, pass_of_two, rows_of, rows_of_ids, rows_that_share, window_of
 from mt_grpo.training.shared_prompts import NAME, SharedRow, forward_inputs, take_shared_rows
 
 logger = logging.getLogger(__name__)
@@ -55,7 +46,7 @@ def why_not_in_model(model: Any) -> str | None:
     if layer_types is None and getattr(config, "sliding_window", None):
         return f"it has a sliding window of {config.sliding_window} tokens"
     if found := dropout_of(model):
-        return "{} has a dropout of {:g}, which would be drawn once for all rows that share a prompt".format(*found)
+        return f"{found}, which would be drawn once for all rows that share a prompt"
     if config._attn_implementation not in ("sdpa", NAME):
         return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
     if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
@@ -67,13 +58,13 @@ def why_not_in_model(model: Any) -> str | None:
     return None
 
 
-def dropout_of(model: torch.nn.Module) -> tuple[str, float] | None:
-    """The first dropout of a model: (`lora_dropout` or the module's name, rate)."""
+def dropout_of(model: torch.nn.Module) -> str | None:
+    """The first dropout of a model in words: the module's name, or `lora_dropout`, and its rate."""
     for name, module in model.named_modules():
         is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
         share = (module.p if is_dropout else 0.0) or getattr(module, "attention_dropout", 0.0)
         if isinstance(share, float) and share > 0:
-            return "lora_dropout" if "lora" in name else name, share
+            return f"{'lora_dropout' if 'lora' in name else name} has a dropout of {share:g}"
     return None
 
 
@@ -139,10 +130,8 @@ class Layout:
             take_shared_rows(*models_of(trainer))
         if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
             logger.warning(
-                "{} has a dropout of {:g}. The loss draws it anew, so that its logprobs are not those of sampling. "
-                "Set disable_dropout: true, lora_dropout: 0.0, or attention_dropout: 0.0 in config.json.".format(
-                    *found
-                )
+                f"{found}. The loss draws it anew, so that its logprobs are not those of sampling. Set "
+                "disable_dropout: true, lora_dropout: 0.0, or attention_dropout: 0.0 in config.json."
             )
         self.proof: float | None = None
         self.waits = False
@@ -226,7 +215,7 @@ class Layout:
 
     # -- the proof of it --
 
-    def prove(self, rows: list[TrainedRow]) -> None:
+    def prove(self, rows: list) -> None:
         """`compare` two rows of one prompt, before the first pass that reads shared rows. Collective.
 
         If no rank has two rows of one prompt, nothing is proven, and each row has its prompt until the next batch.
@@ -271,13 +260,11 @@ class Layout:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of a model's code that takes the layout for something else
-                failed, difference = error_line(error), torch.full_like(ordinary, torch.inf)
+                failed = f"failed with a shared row ({error_line(error)})"
+                difference = torch.full_like(ordinary, torch.inf)
             self.proof = max(largest(difference), self.proof)  # in this order NaN stays
-            if self.proof <= allowed:
-                return ""
-            if failed:
-                return f"failed with a shared row ({failed})"
-            return f"computed a different logprob in a shared row, by {self.proof:.2g}"
+            differs = failed or f"computed a different logprob in a shared row, by {self.proof:.2g}"
+            return "" if self.proof <= allowed else differs
 
         half = accelerator.mixed_precision != "no"  # sharded weights are then gathered in half precision, too
         exact = next(model.parameters()).dtype in (torch.float32, torch.float64) and not (half and trainer._is_sharded)

@@ -125,10 +125,7 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
                 continue
             if asked and all(map(holds, asked)):
                 return dict(zip(pairs, found, strict=True))
-        raise RunError(
-            f"policy.logprobs: in {TRIES} tries no vLLM server answered that holds the weights of the last push. "
-            f"{problem}"
-        )
+        raise RunError(f"policy.logprobs: in {TRIES} tries no vLLM server answered that holds the weights. {problem}")
 
     return PolicyScores(ask, written, client.max_model_len)
 
@@ -163,14 +160,8 @@ def policy_of(trainer: Any) -> PolicyScores:
     written = trainer.env.format_of(trainer.env.tokenizer)
     if trainer.backend == "server":
         if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
-            raise RunError(
-                "A reward function asks the policy, and the server samples with an adapter, with which it cannot "
-                "score. Set weight_sync: disk (or nccl), which sends merged weights."
-            )
+            raise RunError("policy: the server samples with an adapter. Set weight_sync: disk or nccl, to merge it.")
         return scores_of_servers(trainer.client, written, lambda: trainer.weight_sync.pushed)
     if trainer._is_sharded:
-        raise RunError(
-            "A reward function asks a model that DeepSpeed or FSDP shards, whose forward passes are collective. A "
-            "vLLM server scores the policy (use_vllm: true)."
-        )
+        raise RunError("policy: of a model that DeepSpeed or FSDP shards only a vLLM server scores the policy.")
     return scores_of_model(trainer.model, written, trainer.accelerator.autocast)

@@ -149,9 +149,7 @@ class RewardFunctions:
         def run() -> None:
             values = self.score(batch, columns, trainer.args.reward_timeout, accelerator.device, only)
             old = batch.values or values
-            batch.values = [
-                [a if new else b for a, b, new in zip(*lists, only)] for lists in zip(values, old, strict=True)
-            ]
+            batch.values = [[a if new else b for a, b, new in zip(*both, only)] for both in zip(values, old)]
             turns = [rollout.turns for rollout in batch.rollouts]
             states = [state_numbers(rollout) if trainer._reads_state else [] for rollout in batch.rollouts]
             tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each] for each in turns]
@@ -181,10 +179,7 @@ def warn_of_uncounted(turns: list[Turn]) -> None:
 def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], optional: bool = False) -> None:
     """Raise `ValueError` unless each reward function takes `**kwargs`, and there is one if not `optional`."""
     if not turn_funcs + outcome_funcs and not optional:
-        raise ValueError(
-            "No reward functions. Expected at least one in TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS. Set "
-            "reward_fn to a file that defines them, or use an environment with get_reward."
-        )
+        raise ValueError("No reward functions. Expected a file of them as reward_fn, or an environment's get_reward.")
     for func in turn_funcs + outcome_funcs:
         name = get_callable_name(func)
         if isinstance(func, torch.nn.Module):
@@ -308,10 +303,8 @@ def named_errors(func: Callable, timeout: float) -> Iterator[None]:
     try:
         yield
     except ToolTimeout:
-        raise RuntimeError(
-            f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s. Check the server that it may ask, "
-            "or raise reward_timeout if it needs longer."
-        ) from None
+        text = f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s. Raise it if it needs longer."
+        raise RuntimeError(text) from None
     except Exception as error:
         cause = None if isinstance(error, StopIteration) else error  # which a context manager would raise again
         raise RuntimeError(f"Reward {func.__name__} raised {error_line(error)}") from cause
@@ -347,10 +340,7 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
                     values[i] = call_in_time(func, columns, timeout)
         found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
     except TimeoutError:
-        raise RuntimeError(
-            f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
-            " inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
-        ) from None
+        raise RuntimeError("An async reward blocks the event loop. Use `await` in it, or remove `async`.") from None
     finally:
         running.cancel()
     return [next(found) if waits(func) else value for func, value in zip(funcs, values)]
@@ -368,10 +358,7 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
         if runs:
             raise OutOfTime
 
-    async def rest() -> Any:
-        return await returned
-
-    arguments, rest.__name__ = own_copy(columns), func.__name__
+    arguments = own_copy(columns)
     limit = threading.Timer(min(timeout, threading.TIMEOUT_MAX), signal.pthread_kill, [threading.get_ident(), WAKE])
     limit.daemon = True
     signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
@@ -394,6 +381,7 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
         raise RuntimeError(error_line(error)) from error
     if not inspect.isawaitable(returned):
         return returned
+    rest = functools.update_wrapper(lambda: returned, func)  # `run_tool` awaits what it returns
     return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
 
 
@@ -444,21 +432,17 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
     if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
-    for i, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+    for i, (value, turns) in enumerate(zip(values, [rollout.turns for rollout in rollouts], strict=True)):
         is_list = isinstance(value, (list, tuple))
         if is_list and not per_turn:
             raise ValueError(f"Reward {name} returned a list per rollout. Move it from OUTCOME_ to TURN_REWARD_FUNCS.")
-        if is_list and len(value) != len(rollout.turns):
+        if is_list and len(value) != len(turns):
             raise ValueError(
-                f"Reward {name} returned {len(value)} values for rollout {i}, which has {len(rollout.turns)} turns. "
-                "Expected a number or None for each turn, also for one without a call."
+                f"Reward {name} returned {len(value)} values for rollout {i} of {len(turns)} turns: one each."
             )
         for number in value if is_list else [value]:
             if number is not None and not is_finite(number):
-                raise ValueError(
-                    f"Reward {name} returned {number!r:.100}, expected a finite number of at most 3.4e+38, or None "
-                    "for 'does not apply'."
-                )
+                raise ValueError(f"Reward {name} returned {number!r:.100}, expected None or a finite float32.")
 
 
 def is_finite(number: Any) -> bool:
@@ -509,6 +493,4 @@ def state_numbers(rollout: Rollout) -> list[int]:
 
 def is_plain(key: Any) -> bool:
     """Whether the `repr` of a key is the same in every process."""
-    return (
-        all(map(is_plain, key)) if isinstance(key, (tuple, list)) else isinstance(key, (str, int, float, type(None)))
-    )
+    return all(map(is_plain, key)) if isinstance(key, (tuple, list)) else isinstance(key, tuple(PLAIN))

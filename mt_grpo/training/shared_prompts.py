@@ -260,14 +260,12 @@ def attention(
     # Split, and not cut out one by one: each cut would have a gradient as long as the row.
     queries, keys, values = (x.split(shared_row.sizes, 2) for x in (query, key, value))
     for each, reads, num_keys in zip(queries, shared_row.reads, shared_row.num_keys):
-        own_keys, own_values = (
-            torch.cat([x[k] for k in reads], 2) if len(reads) > 1 else x[reads[0]] for x in (keys, values)
-        )
+        read = [torch.cat([x[k] for k in reads], 2) if len(reads) > 1 else x[reads[0]] for x in (keys, values)]
         length = each.shape[2]
         alone = length == num_keys > 1
         mask = None if alone else shared_row.mask(length, num_keys, query)
         masks = {"attn_mask": mask, "is_causal": alone, "scale": scaling, "enable_gqa": grouped}
-        outputs.append(F.scaled_dot_product_attention(each, own_keys, own_values, **masks))
+        outputs.append(F.scaled_dot_product_attention(each, *read, **masks))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 

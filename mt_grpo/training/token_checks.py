@@ -138,8 +138,6 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[list[list
     trained = [r for r in rollouts if not r.failed and r.turns and all(turn.generations for turn in r.turns)]
     # A format of a fork's own may lack what renders conversations to compare with.
     compares = getattr(env, "renders_all", True) and isinstance(env.format_of(env.tokenizer), ChatFormat)
-    texts = [
-        [check_text(r, each, env, mode == "strict") for each in r.records] for r in trained[: COMPARED * compares]
-    ]
+    texts = [[check_text(r, one, env, mode == "strict") for one in r.records] for r in trained[: COMPARED * compares]]
     of_texts = [join(found or [] for found in each) for each in texts if any(found is not None for found in each)]
     return [join(map(check_ids, rollout.records)) for rollout in trained], of_texts

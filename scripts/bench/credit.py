@@ -225,22 +225,14 @@ def make_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None) -> 
     ]
 
 
-def begin() -> None:
-    """Prepare a worker process: it ends with its parent."""
-    end_with_parent(signal.SIGKILL)
-    import torch
-
-    torch.set_num_threads(1)
-
-
 def run_all(jobs: list[Job], num_workers: int) -> None:
     """Run what is not finished; each result is kept at once. Raises what a run raises."""
     RUNS.mkdir(parents=True, exist_ok=True)
     there = set(map(name_of, finished()))
     jobs = [job for job in jobs if name_of(job) not in there]
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    started = time.perf_counter()
-    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), begin) as pool:
+    started, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, end_with_parent, (signal.SIGKILL,)) as pool:
         runs = [pool.submit(run, job, TASKS[job["task"]]) for job in jobs]
         try:
             for number, done in enumerate(as_completed(runs), 1):
@@ -268,12 +260,6 @@ def bootstrap(values: list[float]) -> tuple[float, float]:
     """
     interval = stats.bootstrap((values,), statistics.fmean, vectorized=False, method="percentile", rng=0)
     return tuple(map(float, interval.confidence_interval))
-
-
-def fisher(runs: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """The p of Fisher's exact test, two-sided, that two shares of seeds that learn are the same."""
-    table = [[learned(each), len(each) - learned(each)] for each in (runs, others)]
-    return stats.fisher_exact(table).pvalue
 
 
 # -- The report --
@@ -310,7 +296,8 @@ def line(runs: list[dict[str, Any]], against: list[dict[str, Any]] | None) -> st
     low, high = bootstrap(exact)
     tests = ["", ""]
     if against is not None:
-        tests[0] = f"{fisher(runs, against):.2g}"
+        table = [[learned(each), len(each) - learned(each)] for each in (runs, against)]
+        tests[0] = f"{stats.fisher_exact(table).pvalue:.2g}"
         tests[1] = f"{stats.mannwhitneyu(exact, [run['exact_match'] for run in against]).pvalue:.2g}"
     cells = [
         f"`{runs[0]['method']}`", f"{learned(runs)} of {len(runs)}", tests[0],

@@ -240,12 +240,6 @@ def measure(bench: Bench, short: bool) -> list[Row]:
 # -- The report --
 
 
-def of_cell(runs: list[Row], conversations: int, wait: float) -> dict[str, list[Row]]:
-    """A cell's runs by shape, in order of repetition."""
-    found = [r for r in runs if (r["conversations"], r["wait"]) == (conversations, wait)]
-    return {shape: [r for r in found if r["shape"] == shape] for shape in ("engine", "reference", "lockstep")}
-
-
 def cell_text(values: list[float], form: str) -> str:
     """Median, and minimum and maximum where there are several runs.
 
@@ -265,12 +259,11 @@ def table(runs: list[Row]) -> list[str]:
     )
     lines = []
     for size, wait in itertools.product(SIZES, WAITS):
-        cell = of_cell(runs, size, wait)
-        rows, seconds = cell["engine"], {r["repetition"]: r["seconds"] for r in cell["engine"]}
+        cell = [r for r in runs if (r["conversations"], r["wait"]) == (size, wait)]
+        rows, *others = ([r for r in cell if r["shape"] == s] for s in ("engine", "reference", "lockstep"))
+        seconds = {r["repetition"]: r["seconds"] for r in rows}
         # The shape's seconds over the engine's of the same repetition.
-        reference, loop = (
-            [r["seconds"] / seconds[r["repetition"]] for r in cell[s]] for s in ("reference", "lockstep")
-        )
+        reference, loop = ([r["seconds"] / seconds[r["repetition"]] for r in each] for each in others)
         if rows:
             rates = cell_text([size / r["seconds"] for r in rows], ".1f")
             tokens = cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f")

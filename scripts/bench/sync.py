@@ -86,12 +86,9 @@ def build_trainer(model: Path, port: int, dtype: str, output_dir: str, lora: boo
     })  # fmt: skip
     tools = load_tools(str(ROOT / "tools/calculator.py"))
     env = mt.MultiTurnToolEnv(tools, "Use the calculator, then answer.", max_turn_tokens=48)
-    server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port}
+    how = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port, "train_dataset": Dataset.from_list(rows)}
     adapter = LoraConfig(r=LORA_RANK, target_modules="all-linear") if lora else None
-    data = Dataset.from_list(rows)
-    return mt.MTGRPOEnvTrainer(
-        str(model), env, [], [outcome], args=args, train_dataset=data, peft_config=adapter, **server
-    )
+    return mt.MTGRPOEnvTrainer(str(model), env, [], [outcome], args=args, peft_config=adapter, **how)
 
 
 def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:

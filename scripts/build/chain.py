@@ -22,7 +22,7 @@ import torch
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, change_one, encode, opening, warm_start
 from mt_grpo.conversation.formats.base import result_message
-from mt_grpo.conversation.formats.choose import make_format, parse_tags
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS, parse_tags
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.data import make_chain
 from mt_grpo.recipe.plugins import load_tools
@@ -42,10 +42,6 @@ MODELS = {  # name -> (share of good steps, share of good answers)
 }
 
 
-def call(expression: str, name: str = "calculator") -> str:
-    return common.call(name, expression=expression)
-
-
 def make_conversation(row: dict, good_step: float, good_answer: float, rng: random.Random) -> list[dict[str, str]]:
     """One conversation; after a wrong step it goes on from where that step led, as the policy has to."""
     value, *rest = re.findall(r"\d+", row["question"])[:1] + re.findall(r"[-+*] \d", row["question"])
@@ -58,9 +54,8 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
             if kind == "other operation":
                 chosen = rng.choice([i for i in range(len(rest)) if i != at])
             number = change_one(value, "0123456789", rng) if kind == "wrong digit" else value
-            text = call(
-                f"{number} {rest[chosen]}", rng.choice(("calc", "math")) if kind == "wrong tool" else "calculator"
-            )
+            name = rng.choice(("calc", "math")) if kind == "wrong tool" else "calculator"
+            text = common.call(name, expression=f"{number} {rest[chosen]}")
             if kind == "broken JSON":
                 text = common.broken(text, rng)
             elif kind == "early answer":
@@ -72,7 +67,7 @@ def make_conversation(row: dict, good_step: float, good_answer: float, rng: rand
             chosen = at - 1
             text = f"<answer>{change_one(value, '0123456789', rng) if kind == 'wrong digit' else value}</answer>"
             if kind == "further call":
-                text = call(f"{value} {rest[-1]}")
+                text = common.call("calculator", expression=f"{value} {rest[-1]}")
             elif kind == "no tag":
                 text = value
         messages.append({"role": "assistant", "content": text})
@@ -98,8 +93,8 @@ def main() -> None:
     # Byte-level BPE of 512 tokens. Digits stand alone; merges cross words, so that a call is about ten tokens.
     tokenizer = common.train_tokenizer(common.pieces(drawn), 512, CHAT_TEMPLATE)
     base = build_model(tokenizer, num_layers=3, num_heads=3)
-    print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('17 + 3'))}")
-    tool_format = make_format("xml", tokenizer)
+    print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    tool_format = TOOL_FORMATS["xml"](tokenizer)
 
     def example(good_step: float, good_answer: float) -> Example:
         return encode(make_conversation(rng.choice(rows), good_step, good_answer, rng), tool_format, TOOLS)

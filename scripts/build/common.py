@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.tools.results import as_result
@@ -57,7 +50,7 @@ def read_arguments(doc: str, output_dir: Path, steps: int, threads: int = 2, **f
     return args
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, *recipes: str) -> None:
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path, *recipes: str) -> None:
     """Save both, and print what the model can do by these recipes, sampled and greedily."""
     from evaluate import evaluate, table  # which imports the trainer
 
@@ -217,7 +210,7 @@ def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch
 
 
 def warm_start(
-    model: PreTrainedModel,
+    model: Any,
     pad_id: int,
     next_example: Callable[[], tuple[list[int], list[int]]],
     steps: int,

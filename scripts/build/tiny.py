@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import CHAT_TEMPLATE, HERMES_TEMPLATE, Example, build_model, change_one, draw, encode
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools
@@ -154,7 +154,7 @@ def main() -> None:
     questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]
     tokenizer = build_tokenizer(questions[:2000], args.tool_format, rng)
     writing = WRITINGS[args.tool_format]
-    tool_format = make_format(args.tool_format, tokenizer)
+    tool_format = TOOL_FORMATS[args.tool_format](tokenizer)
     model = build_model(tokenizer)
     if args.initial_model:
         common.take_weights(model, tokenizer, args.initial_model)

@@ -24,18 +24,13 @@ if __name__ == "__main__":  # imports begin in scripts/ and in the clone's root
         sys.exit(print(__doc__))
 
 from PIL import Image
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration as VisionModel,
-)
+from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration as VisionModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from build import common
 from build.common import Example, draw, encode, opening
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.images.messages import mark_of
 from mt_grpo.images.pictures import Picture, with_pictures
@@ -163,7 +158,7 @@ def make_conversation(
 # -- Model --
 
 
-def build_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
+def build_tokenizer(rng: random.Random) -> Any:
     """Byte-level BPE of at most 400 tokens. Digits stand alone; merges cross words, but never a corner's name."""
     texts = ["system\n", "user\n", "assistant\n", "<result>\n", "</result>", SYSTEM] * 200
     for _ in range(2000):
@@ -173,7 +168,7 @@ def build_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
     return common.train_tokenizer(texts, 400, CHAT_TEMPLATE, further_special=VISION_TOKENS.values())
 
 
-def build_vision_model(tokenizer: PreTrainedTokenizerFast, width: int = 128) -> VisionModel:
+def build_vision_model(tokenizer: Any, width: int = 128) -> VisionModel:
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_TOKENS.items()}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     text = {
@@ -215,7 +210,7 @@ def main() -> None:
     processor = Qwen2VLImageProcessorPil(patch_size=14, temporal_patch_size=2, merge_size=2, size=size)
     processor.save_pretrained(args.output_dir)
     with_pictures(tokenizer, image_reader(str(args.output_dir), model.config, tokenizer))
-    tool_format = make_format("xml", tokenizer)
+    tool_format = TOOL_FORMATS["xml"](tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     rows = make_rows("warm start", 512)
 

@@ -33,14 +33,7 @@ from mt_grpo.base.files import output_lock
 from mt_grpo.generation.weights import room_for, slots_of, why_config_merges
 from mt_grpo.images.pictures import reader_of, with_pictures
 from mt_grpo.images.reader import image_reader
-from mt_grpo.recipe.checks import (
-    backend_of,
-    check_dataset,
-    check_images,
-    longest_prompt,
-    prepare_data,
-    why_text,
-)
+from mt_grpo.recipe.checks import backend_of, check_dataset, check_images, longest_prompt, prepare_data, why_text
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards, load_splits
 from mt_grpo.training.rewards import weights_of
@@ -78,17 +71,11 @@ def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1)
     taken = servers * per_server
     if len(gpus) <= taken:
         raise ValueError(
-            f"VLLM_SERVERS={servers} with VLLM_TP={per_engine}{and_engines(engines)} take {taken} GPUs, and "
-            f"{len(gpus)} are visible. Expected at least {taken + 1}, of which one trains. With one GPU add: "
-            "--vllm_mode colocate --max_staleness 0"
+            f"VLLM_SERVERS={servers} of {engines} engines with VLLM_TP={per_engine} take {taken} GPUs. {len(gpus)} "
+            f"are visible, expected {taken + 1} or more. With one GPU add: --vllm_mode colocate --max_staleness 0"
         )
     generating = gpus[-taken:]
     return gpus[:-taken], [",".join(generating[i : i + per_server]) for i in range(0, taken, per_server)]
-
-
-def and_engines(engines: int) -> str:
-    """The engines of a server, for messages about its GPUs."""
-    return f" and --data-parallel-size {engines} (VLLM_ARGS)" if engines > 1 else ""
 
 
 def check_for_processes(argv: list[str], num_processes: int) -> mt.MTGRPOConfig:
@@ -119,9 +106,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     starts_server = uses_server and not args.vllm_server_base_url and args.vllm_server_host in LOCAL_HOSTS
     num_servers, per_engine = (int(os.environ.get(name) or 1) for name in ("VLLM_SERVERS", "VLLM_TP"))
     if not starts_server and (num_servers, per_engine) != (1, 1):
-        raise ValueError(
-            f"VLLM_SERVERS={num_servers}, VLLM_TP={per_engine}: for this recipe no server is started. Remove them."
-        )
+        raise ValueError(f"VLLM_SERVERS={num_servers}, VLLM_TP={per_engine}: for this recipe no server is started.")
     gpus = usable_gpus(argv)
     trainers, servers = share_gpus(gpus, num_servers * starts_server, per_engine, data_parallel_size())
     num_processes = int(os.environ.get("NUM_PROCESSES") or len(trainers) or (2 if uses_server else 1))
@@ -162,10 +147,7 @@ def check_installed(engine: str) -> None:
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
     if engine == "sglang" and shutil.which(sglang_python()) is None:
-        raise ValueError(
-            f"SGLang is not installed: {sglang_python()} is no interpreter. Run: bash scripts/setup.sh --sglang, or "
-            "set SGLANG_PYTHON."
-        )
+        raise ValueError(f"SGLANG_PYTHON: there is no {sglang_python()}. Run: bash scripts/setup.sh --sglang")
 
 
 def usable_gpus(argv: list[str]) -> list[str]:
@@ -226,13 +208,10 @@ def make_server_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     if backend_of(args) != "server":
         raise ValueError(f"{recipe} trains without a server. Expected use_vllm: true and vllm_mode: server.")
     check_installed(args.rollout_engine)
-    per_engine, engines = int(os.environ.get("VLLM_TP") or 1), data_parallel_size()
-    size, gpus = per_engine * engines, usable_gpus(["--config", recipe, *arguments])
+    per_engine, gpus = int(os.environ.get("VLLM_TP") or 1), usable_gpus(["--config", recipe, *arguments])
+    size = per_engine * data_parallel_size()
     if gpus and len(gpus) < size:
-        raise ValueError(
-            f"VLLM_TP={per_engine}{and_engines(engines)}: {len(gpus)} GPUs are visible ({','.join(gpus)}). Expected "
-            f"{size} or more: make more visible, or lower the number."
-        )
+        raise ValueError(f"VLLM_TP={per_engine}: {len(gpus)} GPUs are visible ({','.join(gpus)}), expected {size}.")
     plan = server_plan(script_args, args, model_args, args, on_gpu=bool(gpus))
     return {**plan, "tensor_parallel": per_engine, "server_gpus": ",".join(gpus[:size])}
 

@@ -22,12 +22,10 @@ vLLM's development endpoints, by which the trainer changes the weights, ask nobo
 """
 
 import argparse
-import ipaddress
 import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 if __name__ == "__main__":  # imports begin in scripts/
@@ -61,19 +59,9 @@ def main() -> None:
         train.fail(f"port {port} is taken, or a server that starts has locked it. Choose another --port.", 1)
     os.set_inheritable(lock, True)
     command, environment = train.server_command(python, plan, port, gpus, options.host)
-    is_local = options.host == "localhost"
-    with suppress(ValueError):
-        is_local = ipaddress.ip_address(options.host).is_loopback
-    if not is_local:
-        guards = {
-            "vllm": "VLLM_API_KEY guards only paths that begin with /v1, /v2, /inference, /cohere.",
-            "sglang": "a key (SERVER_ARGS='--api-key KEY', and VLLM_API_KEY for the trainer) guards it.",
-        }[plan["engine"]]
-        print(
-            f"serve: warning: whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a "
-            "trusted network.",
-            file=sys.stderr,
-        )
+    if options.host not in ("127.0.0.1", "localhost", "::1"):
+        said = f"whoever reaches {options.host}:{port} can change the weights. Keep it in a trusted network"
+        print(f"serve: warning: {said} (docs/scaling.md#ports).", file=sys.stderr)
     place = f"GPU {gpus}" if gpus else "the CPU"
     train.say(f"{train.TITLES[plan['engine']]} on {place}, http://{options.host}:{port}")
     os.execvpe(command[0], command, {**os.environ, **environment})

@@ -140,13 +140,9 @@ class ChatFormat:
         ids = self.text_ids(behind)
         header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
         self._headers = [text for text in (header, *self.headers) if text]
-        self._warn_of_unread_kwargs()
-
-    def _warn_of_unread_kwargs(self) -> None:
-        """Warn of `chat_template_kwargs` that the chat template never names, which rendering ignores."""
-        words = re.findall(r"\w+", f"{self.tokenizer.chat_template}{self.template}")
-        known = {*inspect.signature(self.tokenizer.apply_chat_template).parameters, *words}
-        for name in self.chat_template_kwargs.keys() - known:
+        words = re.findall(r"\w+", f"{tokenizer.chat_template}{self.template}")
+        known = {*inspect.signature(tokenizer.apply_chat_template).parameters, *words}
+        for name in self.chat_template_kwargs.keys() - known:  # which rendering ignores
             tell_once(
                 f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
                 "effect. Check its spelling against the chat template."

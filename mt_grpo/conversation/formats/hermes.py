@@ -232,19 +232,17 @@ def typed(text: str, schema: dict[str, Any]) -> Any:
     return next((each for each in candidates if accepts(schema, each)), candidates[0])
 
 
-def typed_arguments(name: str, tools: dict[str, Callable], pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """The arguments of a tool's call from the texts of (key, value), as its parameters take them."""
-    described = tool_schema(name, tools[name])["function"].get("parameters") if name in tools else None
-    properties, _, further = parts_of_schema(described)
-    schemas = {key: properties.get(key, further) for key, _ in pairs}  # true and false say nothing of a type
-    return {key: typed(text, schemas[key] if isinstance(schemas[key], dict) else {}) for key, text in pairs}
-
-
 def in_tags(argument: str, name: str, text: str, tools: dict[str, Callable]) -> ToolCall:
-    """Read arguments in tags, of which the pattern `argument` finds each (key, value)."""
+    """Read arguments in tags, of which the pattern `argument` finds each (key, value), by the tool's parameters."""
     if re.sub(argument, "", text, flags=re.DOTALL).strip():
         return ToolCall(name, {}, f"{UNREADABLE_CALL}: it holds text that is no argument")
-    return ToolCall(name, typed_arguments(name, tools, re.findall(argument, text, re.DOTALL)))
+    described = tool_schema(name, tools[name])["function"].get("parameters") if name in tools else None
+    properties, _, further = parts_of_schema(described)
+    arguments = {}
+    for key, value in re.findall(argument, text, re.DOTALL):
+        schema = properties.get(key, further)  # true and false say nothing of a type
+        arguments[key] = typed(value, schema if isinstance(schema, dict) else {})
+    return ToolCall(name, arguments)
 
 
 def in_json(name: str | None, text: str, _: dict[str, Callable]) -> ToolCall:

@@ -1,6 +1,6 @@
 """/v1/chat/completions: requests read, answers written, whole or as a stream.
 
-A module of an API has `read`, `write`, `events` (of a stream), `error` (after the beginning of a stream), `refusal`.
+A module of an API has `read`, `write`, `events` (of a stream) and `error` (after the beginning of a stream).
 """
 
 from __future__ import annotations
@@ -137,11 +137,6 @@ def events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
 def error(raised: ApiError) -> Iterator[str]:
     """An error after the beginning of a stream."""
     yield data(raised.body)
-
-
-def refusal(raised: ApiError) -> dict[str, Any]:
-    """An error as the body of an answer."""
-    return raised.body
 
 
 def data(value: dict[str, Any]) -> str:

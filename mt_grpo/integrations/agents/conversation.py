@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import shlex
 import shutil
 from typing import Any
@@ -159,17 +158,11 @@ def agent_conversation(
 def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
     check_settings_of("agent", "environment: openai_agent", script_args, args)
-    timeout = script_args.agent_timeout
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and timeout >= args.ddp_timeout:
-        raise ValueError(
-            f"agent_timeout={timeout:g} s: if a rank waits so long, the others time out after "
-            f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above agent_timeout."
-        )
     if (script_args.agent is None) == (script_args.agent_command is None):
         got = "neither" if script_args.agent is None else "both"
         raise ValueError(f"environment: openai_agent got {got} of agent and agent_command. Set exactly one of them.")
     program = load_function(script_args.agent) if script_args.agent else load_command(script_args.agent_command)
-    conversation = agent_conversation(base, program, timeout, script_args.max_model_calls)
+    conversation = agent_conversation(base, program, script_args.agent_timeout, script_args.max_model_calls)
     return conversation, agent_environment(program)
 
 

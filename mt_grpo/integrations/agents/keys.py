@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mt_grpo.base.fields import key
 from mt_grpo.recipe.plugins import Integration
@@ -36,9 +35,4 @@ class AgentIntegration(Integration):
 
     keys = AgentKeys
     line = "environment: openai_agent"
-
-    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        """The conversation that the agent runs."""
-        from mt_grpo.integrations.agents.conversation import load_agent_conversation
-
-        return load_agent_conversation(script_args, args, base)
+    loads = "mt_grpo.integrations.agents.conversation:load_agent_conversation"

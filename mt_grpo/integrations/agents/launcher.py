@@ -42,10 +42,8 @@ def main() -> None:
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
             os._exit(127)
-    try:  # on both sides: whoever is first, the group is there before it is signalled
+    with suppress(OSError):  # on both sides, so that the group is there. The child may run its command, or have ended
         os.setpgid(child, child)
-    except OSError:  # the child runs its command already, or has ended
-        pass
     signal.signal(signal.SIGTERM, lambda *_: end(child, signal.SIGTERM, group=True))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for stream in (0, 1, 2):  # else a reader of the command's output would wait for this process
@@ -66,10 +64,8 @@ def main() -> None:
 
 def end(pid: int, signum: int, group: bool = False) -> None:
     """Send a signal to a process or a group that may have ended."""
-    try:
+    with suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(pid, signum)
-    except ProcessLookupError:
-        pass
 
 
 def end_inherited() -> None:

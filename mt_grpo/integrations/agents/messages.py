@@ -254,16 +254,7 @@ def same_json(text: str) -> str:
     (True, '{broken')
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=lambda x: int(y) if (y := float(x)).is_integer() else y)  # 1.0 is 1
     except (ValueError, RecursionError):
         return text.strip()
-    return text.strip() if is_nested(value, DEEPEST) else json.dumps(whole_numbers(value), sort_keys=True)
-
-
-def whole_numbers(value: Any) -> Any:
-    """A JSON value in which 1.0 is 1."""
-    if isinstance(value, list):
-        return [whole_numbers(each) for each in value]
-    if isinstance(value, dict):
-        return {key: whole_numbers(each) for key, each in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return text.strip() if is_nested(value, DEEPEST) else json.dumps(value, sort_keys=True)

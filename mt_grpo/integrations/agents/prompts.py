@@ -66,7 +66,7 @@ class AgentPrompts:
         """Whether the chat template reads content of parts, and shows no list of Python's."""
         content = [{"type": "text", "text": FIRST}]
         after = [{"role": "user", "content": content}] if role == "system" else []
-        text = self._render([{"role": role, "content": content}, *after])
+        text = self.format._rendered([{"role": role, "content": content}, *after])
         return text.count(FIRST) == 1 + len(after) and not re.search("""['"]text['"]""", text)
 
     @functools.cached_property
@@ -76,30 +76,20 @@ class AgentPrompts:
         Another one gets the parts as one text of lines, as from vLLM.
         """
         parts = [{"type": "text", "text": text} for text in (FIRST, SECOND)]
-        between, found, _ = self._render([{"role": "user", "content": parts}]).partition(FIRST)[2].partition(SECOND)
+        text = self.format._rendered([{"role": "user", "content": parts}])
+        between, found, _ = text.partition(FIRST)[2].partition(SECOND)
         return between if found and not between.strip() else "\n"
 
     @functools.cached_property
     def knows_developers(self) -> bool:
         """Whether the chat template knows the role `developer`."""
-        return re.search("""['"]developer['"]""", str(self._template())) is not None
+        return re.search("""['"]developer['"]""", str(self.format.template)) is not None
 
     @functools.cached_property
     def takes_later_systems(self) -> bool:
         """Whether the chat template takes a message of the system that is not the first one."""
         roles = ("system", "user", "system", "user")
-        return bool(self._render([{"role": role, "content": "Text."} for role in roles]))
-
-    def _template(self) -> str:
-        return self.tokenizer.get_chat_template(self.format.chat_template_kwargs.get("chat_template"), tools=[])
-
-    def _render(self, messages: list[Message]) -> str:
-        """The text of messages, empty if the template does not take them."""
-        arguments = {**self.format.chat_template_kwargs, "tokenize": False, "chat_template": self._template()}
-        try:
-            return self.tokenizer.apply_chat_template(messages, **arguments)
-        except Exception:  # whatever a template raises
-            return ""
+        return bool(self.format._rendered([{"role": role, "content": "Text."} for role in roles]))
 
     def _call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
         """A call with its arguments as the chat template takes them. What is no JSON object is an empty one."""
@@ -137,19 +127,6 @@ class AgentPrompts:
         """
         forbidden = forbidden_in(Origin.AGENT, role, self.tokenizer, self.format.ends)
         return neutralise_json(value, self.tokenizer, forbidden)
-
-
-def whole_characters(value: Any) -> Any:
-    """A JSON value without halves of characters.
-
-    >>> whole_characters({"a": ["\\ud800!"]})
-    {'a': ['?!']}
-    """
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, dict):
-        return {whole_characters(key): whole_characters(each) for key, each in value.items()}
-    return [whole_characters(each) for each in value] if isinstance(value, list) else value
 
 
 def note_calls(message: Message, names: dict[str, str], numbers: dict[str, int]) -> None:

@@ -15,15 +15,7 @@ from typing import Any
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.rows import json_text
 from mt_grpo.integrations.agents.chat_api import ROLES, read_name
-from mt_grpo.integrations.agents.messages import (
-    Answer,
-    ApiError,
-    Contents,
-    expect,
-    read_tools,
-    refuse,
-    tool_call,
-)
+from mt_grpo.integrations.agents.messages import Answer, ApiError, Contents, expect, read_tools, refuse, tool_call
 from mt_grpo.rollout import Message
 
 OWN = re.compile(r"(?:rs|msg|fc|ctc)_(\w+?)_(\d+)(?:_\d+)?")  # the id of an item: its conversation, its answer

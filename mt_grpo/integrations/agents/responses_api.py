@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mt_grpo.base.rows import json_text
+from mt_grpo.integrations.agents.anthropic_api import named_event
 from mt_grpo.integrations.agents.messages import (
     Answer,
     ApiError,
@@ -16,12 +16,7 @@ from mt_grpo.integrations.agents.messages import (
     read_tool_choice,
     refuse,
 )
-from mt_grpo.integrations.agents.response_items import (
-    output_items,
-    read_items,
-    read_response_tools,
-    response_id,
-)
+from mt_grpo.integrations.agents.response_items import output_items, read_items, read_response_tools, response_id
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`: what an answer would have to show
 TEXT_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
@@ -83,7 +78,7 @@ def events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
     def event(kind: str, **values: Any) -> str:
         nonlocal number
         number += 1
-        return f"event: {kind}\ndata: {json_text({'type': kind, 'sequence_number': number - 1, **values})}\n\n"
+        return named_event(kind, sequence_number=number - 1, **values)
 
     yield event("response.created", response=response(answer, body, [], "in_progress"))
     yield event("response.in_progress", response=response(answer, body, [], "in_progress"))
@@ -111,16 +106,4 @@ def events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
 
 def error(raised: ApiError) -> Iterator[str]:
     """An error after the beginning of a stream."""
-    values = {
-        "type": "error",
-        "code": raised.code,
-        "message": str(raised),
-        "param": raised.param,
-        "sequence_number": 0,
-    }
-    yield f"event: error\ndata: {json_text(values)}\n\n"
-
-
-def refusal(raised: ApiError) -> dict[str, Any]:
-    """An error as the body of an answer."""
-    return raised.body
+    yield named_event("error", code=raised.code, message=str(raised), param=raised.param, sequence_number=0)

@@ -112,7 +112,8 @@ class AgentServer:
                 return opened
             # The official clients send 429 and 5xx again unless they are told not to.
             headers = {"x-should-retry": "false"} | ({"Upgrade": "HTTP/1.1"} if error.status == 426 else {})
-            return json_response(api.refusal(error), status=error.status, headers=headers)
+            body = anthropic_api.refusal(error) if api is anthropic_api else error.body
+            return json_response(body, status=error.status, headers=headers)
 
     async def _answer(
         self, request: web.Request, api: ModuleType, session: AgentSession, opened: web.StreamResponse

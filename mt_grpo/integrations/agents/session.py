@@ -28,7 +28,7 @@ from mt_grpo.integrations.agents.messages import (
     refuse,
     tool_call,
 )
-from mt_grpo.integrations.agents.prompts import AgentPrompts, whole_characters
+from mt_grpo.integrations.agents.prompts import AgentPrompts
 from mt_grpo.integrations.agents.response_items import Responses
 from mt_grpo.integrations.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn
@@ -387,9 +387,9 @@ class AgentSession(RolloutSession):
         written = []
         for call in calls:
             # Half a character of JSON (\ud83d) would end the client that sends the history again.
-            name, arguments = whole_characters(call.name), whole_characters(call.arguments)
-            arguments_text = json_text(arguments, ensure_ascii=False)
-            written.append(tool_call(f"call_{self._num_written:08d}", name, arguments_text))
+            texts = call.name, json_text(call.arguments, ensure_ascii=False)
+            name, arguments = (text.encode("utf-8", "replace").decode() for text in texts)
+            written.append(tool_call(f"call_{self._num_written:08d}", name, arguments))
             self._num_written += 1
         reason = "tool_calls" if written and turn.finish_reason == "stop" else turn.finish_reason
         opening, closing = self.format.thinking
@@ -409,24 +409,18 @@ class AgentSession(RolloutSession):
 
     def _read(self, request: ModelRequest) -> tuple[Completion | None, list[Message], list[int], list[int]]:
         """(the answer that a request continues, the messages after it, their ids, all ids). Raises `ApiError`."""
-        parent = self._parent(request)
-        said = request.messages[len(parent.keys) :] if parent else request.messages
+        parent, said = self._parent(request), request.messages
         try:
-            fresh = self._suffix(parent, request, said) if parent else []
-            return parent, said, fresh, parent.ids + fresh if parent else self._prompt(request)
+            if parent is None:
+                messages, tools = self.prompts.rendered([], said), self.prompts.tools(request.tools)
+                return None, said, [], ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context)
+            before, said = said[: len(parent.keys)], said[len(parent.keys) :]
+            # The program may have given the calls other ids, by which its results name them.
+            shown = self.prompts.rendered([parent.answer.message, *before], said)
+            fresh = self.format.suffix_ids(parent.turn.calls, shown, parent.turn.token_ids, self.context)
+            return parent, said, fresh, parent.ids + fresh
         except ApiError:
             raise
         except Exception as error:  # whatever a chat template raises
             text = f"The chat template refuses the messages: {error_text(error)}"
             raise ApiError(400, text, None, "messages") from error
-
-    def _suffix(self, parent: Completion, request: ModelRequest, said: list[Message]) -> list[int]:
-        """The ids of the messages after an answer."""
-        # The program may have given the calls other ids, by which its results name them.
-        said = self.prompts.rendered([parent.answer.message, *request.messages[: len(parent.keys)]], said)
-        return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids, self.context)
-
-    def _prompt(self, request: ModelRequest) -> list[int]:
-        """The ids of a conversation that begins a record."""
-        messages, tools = self.prompts.rendered([], request.messages), self.prompts.tools(request.tools)
-        return ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
+import numpy as np
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.fields import keys_that
-from mt_grpo.conversation.environments import is_number
 from mt_grpo.integrations.acting import said
 from mt_grpo.integrations.checks import check_tool_format, check_unset
 from mt_grpo.integrations.gym.text import GymText, plain
@@ -64,7 +64,7 @@ class GymEnvironment:
             return Reply(messages=[{"role": "user", "content": f"Error: {error}"}], info={"action": None})
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.terminated, self.truncated = bool(terminated), bool(truncated)
-        self.rewards.append(number_of_step(reward))
+        self.rewards.append(float(np.asarray(reward).item()))  # which may be an array of one number
         self.shown = self.text.observation(observation, info)
         ends = {"terminated": self.terminated, "truncated": self.truncated}
         over = any(ends.values())
@@ -93,23 +93,8 @@ class GymEnvironment:
         self.env.close()
 
 
-def number_of_step(reward: Any) -> float:
-    """The reward of a step, which may be an array of one number. Raises `TypeError` unless it is finite."""
-    value = reward.item() if getattr(reward, "size", 0) == 1 else reward
-    if not is_number(value):
-        raise TypeError(f"step returned the reward {reward!r:.100}, expected a finite number")
-    return float(value)
-
-
-def gym_environment(
-    make: Callable[[], gymnasium.Env],
-    name: str,
-    text_class: type[GymText] = GymText,
-    actions: Sequence[str] = (),
-    unfinished_reward: float = 0.0,
-) -> type[GymEnvironment]:
-    """The class of the environments of a game. Its return is logged as `rewards/<name>/mean`."""
-    settings = {"text_class": text_class, "actions": tuple(actions), "unfinished_reward": unfinished_reward}
+def gym_environment(make: Callable[[], gymnasium.Env], name: str, **settings: Any) -> type[GymEnvironment]:
+    """The class of a game's environments, with `settings` as attributes. Its return is `rewards/<name>/mean`."""
     return type(name, (GymEnvironment,), {"_make": staticmethod(make), **settings})
 
 
@@ -132,9 +117,9 @@ def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type
         cls = gym_environment(
             lambda: make(**copy.deepcopy(kwargs)),  # a game may change what it gets
             script_args.gym_env.rpartition(":")[2].rpartition("/")[2],
-            text_class,
-            script_args.gym_actions or (),
-            script_args.gym_unfinished_reward,
+            text_class=text_class,
+            actions=script_args.gym_actions or (),
+            unfinished_reward=text_class.unfinished_reward,
         )
         play_one_turn(cls)
     except Exception as error:

@@ -21,12 +21,6 @@ class GymKeys:
     gym_text: str | None = key(
         None, "path.py:Class, a GymText: how the game reads, and what is an action", path=".py:", needs=GYM
     )
-    gym_unfinished_reward: float = key(
-        0.0,
-        "Added to the return of an episode that the conversation ended, not the game",
-        within="(-inf, inf)",
-        needs=GYM,
-    )
 
 
 class GymIntegration(Integration):
@@ -34,8 +28,4 @@ class GymIntegration(Integration):
 
     keys = GymKeys
     line = "environment: gym"
-
-    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        from mt_grpo.integrations.gym.environment import load_gym_conversation
-
-        return load_gym_conversation(script_args, args, base)
+    loads = "mt_grpo.integrations.gym.environment:load_gym_conversation"

@@ -24,6 +24,8 @@ class GymText:
     `actions` are the names of the actions of a `Discrete` space, in their order. Without them actions are JSON.
     """
 
+    unfinished_reward = 0.0  # added to the return of an episode that the conversation ended, not the game
+
     def __init__(self, env: gymnasium.Env, actions: Sequence[str] = ()):
         self.env, self.actions = env, {}
         if actions:

@@ -41,15 +41,10 @@ def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
 
 def load_mcp_tools(path: str) -> list[Callable]:
     """The tools of the servers of a JSON file. Raises `ValueError`."""
-    tools: dict[str, Callable] = {}
-    for server, offered in start_servers(path, "mcp_config_file"):
-        for tool in offered:
-            if tool.name in tools:
-                raise ValueError(f"mcp_config_file: two tools {tool.name!r}. Choose by a list `tools` in {path!r}.")
-            tools[tool.name] = mcp_tool(server, tool)
+    tools = [mcp_tool(server, tool) for server, offered in start_servers(path, "mcp_config_file") for tool in offered]
     if not tools:
         raise ValueError(f"mcp_config_file: the servers of {path!r} offer no tools. Expected at least one.")
-    return list(tools.values())
+    return tools
 
 
 def mcp_tool(server: McpServer, tool: Any) -> Callable:

@@ -25,7 +25,7 @@ class SwiftKeys:
     max_turns: int | None = key(None, "ms-swift's: responses per conversation", within="[1, inf)", needs=SCHEDULER)
     loss_scale: str = key("default", "ms-swift's: [base+]type[+type...], base of default, last_round", needs=SCHEDULER)
     completion_length_limit_scope: str = key(
-        "per_round", "ms-swift's: what max_completion_length bounds, per_round or total", needs=SCHEDULER
+        "per_round", "ms-swift's: what max_completion_length bounds", one_of=("per_round", "total"), needs=SCHEDULER
     )
     vllm_server_pass_dataset: bool = key(
         True, "ms-swift's: requests have the row's columns as data_dict", needs=SCHEDULER
@@ -37,13 +37,8 @@ class SwiftIntegration(Integration):
 
     keys = SwiftKeys
     line = "multi_turn_scheduler"
+    loads = "mt_grpo.integrations.ms_swift.recipe:load_scheduler_conversation"
 
     def runs(self, script_args: Any) -> bool:
         """Whether the recipe names a scheduler."""
         return bool(script_args.multi_turn_scheduler)
-
-    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        """The conversation that the scheduler runs."""
-        from mt_grpo.integrations.ms_swift.recipe import load_scheduler_conversation
-
-        return load_scheduler_conversation(script_args, args, base)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import image_or_str
 from mt_grpo.images.pictures import images_of
 from mt_grpo.integrations.checks import check_settings_of
-from mt_grpo.integrations.ms_swift.conversation import (
-    ScheduledConversation,
-    SchedulerConversation,
-    has_own_run,
-)
+from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation, SchedulerConversation, has_own_run
 from mt_grpo.integrations.ms_swift.loss import read_loss_scale
 from mt_grpo.integrations.ms_swift.paths import install, registry
 from mt_grpo.recipe.plugins import import_file
+from mt_grpo.training.rewards import waits
 
-LENGTH_SCOPES = ("per_round", "total")
 OURS = ("prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
         "log_extra", "log_metric")  # fmt: skip
 OF_THE_ROLLOUT = ("messages", "images", "request_id", "trajectory_inputs")  # whatever columns the data has
@@ -33,8 +29,6 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     check_settings_of("scheduler", "multi_turn_scheduler", script_args, args)
     if script_args.environment is not None:
         raise ValueError("environment has no effect with multi_turn_scheduler, which is the environment. Remove it.")
-    if (scope := script_args.completion_length_limit_scope) not in LENGTH_SCOPES:
-        raise ValueError(f"completion_length_limit_scope={scope!r}, expected one of {', '.join(LENGTH_SCOPES)}.")
     install()
     for path in script_args.external_plugins or []:
         import_file(path, "external_plugins")  # which may import files that stand beside it
@@ -45,7 +39,7 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
         "scheduler_class": cls,
         "scheduler_kwargs": {} if script_args.max_turns is None else {"max_turns": script_args.max_turns},
         "loss": read_loss_scale(script_args.loss_scale, registry("loss_scale_map")),
-        "length_scope": scope,
+        "length_scope": script_args.completion_length_limit_scope,
         "max_model_calls": script_args.max_model_calls,
         "passes_dataset": script_args.vllm_server_pass_dataset,
     }
@@ -84,11 +78,9 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
         if isinstance(reward, type):
             parameters = inspect.signature(reward).parameters
             takes = "args" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-            reward = reward(**({"args": Settings(script_args, args)} if takes else {}))
+            reward = reward(**({"args": SimpleNamespace(**vars(args) | vars(script_args))} if takes else {}))
     except Exception as error:
         raise ValueError(f"reward_funcs: {name!r} raised {error_line(error)}.") from error
-    plain = reward.func if isinstance(reward, functools.partial) else reward
-    call = plain if inspect.isroutine(plain) else type(plain).__call__
 
     def arguments(environments: list, given: dict[str, Any]) -> dict[str, Any]:
         own, rest = columns_of(environments), {key: value for key, value in given.items() if key not in OURS}
@@ -100,27 +92,14 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
     def run(environments: list, **kwargs: Any) -> list:
         return reward(completions_of(environments), **arguments(environments, kwargs))
 
-    function = run_awaited if inspect.iscoroutinefunction(call) else run
+    function = run_awaited if waits(reward) else run
     function.__name__ = name
     return function
 
 
-class Settings:
-    """All settings of a run, for rewards that read them from `args`."""
-
-    def __init__(self, *configs: Any):
-        self.configs = configs
-
-    def __getattr__(self, key: str) -> Any:
-        for config in self.configs:
-            if hasattr(config, key):
-                return getattr(config, key)
-        raise AttributeError(f"There is no setting {key!r}.")
-
-
 def completions_of(environments: list[ScheduledConversation]) -> list[str]:
     """The text of the assistant's last message of each conversation."""
-    return [each.outputs[-1]["messages"][-1]["content"] if each.outputs else "" for each in environments]
+    return [each.outputs[-1]["messages"][-1]["content"] for each in environments]
 
 
 def columns_of(environments: list[ScheduledConversation]) -> dict[str, list | dict]:
@@ -128,8 +107,8 @@ def columns_of(environments: list[ScheduledConversation]) -> dict[str, list | di
 
     `trajectory_inputs` has all outputs of a conversation by its `request_id`, as rows with the dataset's columns.
     """
-    last = [each.outputs[-1] if each.outputs else nothing(each) for each in environments]
-    columns: dict[str, Any] = {key: [row[key] for row in last] for key in nothing(None)}
+    last = [each.outputs[-1] for each in environments]
+    columns: dict[str, Any] = {key: [row[key] for row in last] for key in last[0] if key != "images"}
     if any("images" in row for row in last):  # a scheduler's own, in place of the row's
         columns["images"] = [row.get("images", each.row.get("images")) for row, each in zip(last, environments)]
     columns["request_id"] = [each.request_id for each in environments]
@@ -137,25 +116,11 @@ def columns_of(environments: list[ScheduledConversation]) -> dict[str, list | di
     columns["trajectory_inputs"] = {
         each.request_id: [
             {**each.row, **output, "request_id": each.request_id, "prompt_id": prompt_id(each)}
-            for output in each.outputs or [nothing(each)]
+            for output in each.outputs
         ]
         for each in environments
     }
     return columns
-
-
-def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
-    """The columns of a conversation for which there was no room."""
-    messages = list(conversation.row.get("prompt") or []) if conversation else []
-    infos: dict[str, Any] = {}
-    return {
-        "messages": [*messages, {"role": "assistant", "content": ""}],
-        "finish_reason": "length",
-        "is_truncated": True,
-        "rollout_infos": infos,
-        "multi_turn_infos": infos,
-        "response_token_ids": [],
-    }
 
 
 def prompt_id(conversation: ScheduledConversation) -> str:

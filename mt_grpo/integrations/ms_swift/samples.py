@@ -171,7 +171,7 @@ def edit(
     if ids:
         ids, mask = without_prefill(sample, list(ids), mask)
         same = num_same(ids, sampled)
-        size = num_ids(written.tokenizer)
+        size = num_ids(written.tokenizer, len(written.tokenizer))
         if (unknown := first_unknown(ids[same:], size)) is not None:
             raise SchedulerFailure(
                 f"response_token_ids has {unknown!r:.100} after what was sampled, expected a flat list of numbers "

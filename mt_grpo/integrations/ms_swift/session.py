@@ -143,22 +143,10 @@ class SchedulerSession(RolloutSession):
                 self.failure = error
                 raise
         if turn is not None:
-            start = prefill_of(reading.messages)
-            sample = Sample(
-                number=number,
-                messages=reading.messages,
-                prompt_ids=prompt_ids,
-                turn=turn,
-                parent=parent,
-                said=list(reading.said),
-                fresh=prompt_ids[len(prompt_ids) - reading.num_new :] if reading.in_record else None,
-                num_new=reading.num_new,
-                tools=json.dumps(reading.tools, sort_keys=True),
-                start=start,
-                bare=start + turn.text,
-                text=start + turn.text,
-                added=list(reading.added),
-            )
+            start, tools = prefill_of(reading.messages), json.dumps(reading.tools, sort_keys=True)
+            fresh = prompt_ids[len(prompt_ids) - reading.num_new :] if reading.in_record else None
+            read = (number, reading.messages, prompt_ids, turn, parent, list(reading.said), fresh, reading.num_new)
+            sample = Sample(*read, tools, start, start + turn.text, start + turn.text, list(reading.added))
             bisect.insort(self.samples, sample, key=lambda each: each.number)
         self._by_key[f"{self._key}-{number}"] = sample
         return self._response(request, prompt_ids, turn, f"{self._key}-{number}")

@@ -13,6 +13,7 @@ import aiohttp
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import run_async, run_on_thread
+from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
 from mt_grpo.conversation.tools.results import as_text
 from mt_grpo.integrations.acting import as_method, said, tagged
@@ -216,15 +217,24 @@ async def num_places(urls: tuple[str, ...], most: int) -> int:
     return sum(not isinstance(each, EnvironmentFailure) for each in asked)
 
 
-def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnvironment]:
-    """The class of a recipe's environments, with a method for each tool of the server. Raises `ValueError`."""
+def load_openenv_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type[OpenEnvEnvironment]]:
+    """(`base`, the class of a recipe's environments, with a method for each tool). Raises `ValueError`."""
     urls = script_args.openenv_url or "http://127.0.0.1:8000"
     urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
-    found = [run_async(run_on_thread(ask(url, args.environment_timeout), LOOP)) for url in urls]
+
+    def probe() -> Any:
+        try:
+            answers = [run_async(run_on_thread(ask(url, args.environment_timeout), LOOP)) for url in urls]
+            return answers, run_async(run_on_thread(num_places(urls, args.generation_batch_size), LOOP))
+        except ValueError as error:
+            return error
+
+    if isinstance(probed := on_main_process(probe), ValueError):  # all ranks at once would take each other's places
+        raise probed
+    found, places = probed
     if different := [url for url, each in zip(urls, found) if each != found[0]]:
         raise ValueError(f"openenv_url: {different[0]} has other actions or tools than {urls[0]}.")
     name, action, tools = found[0]
-    places = run_async(run_on_thread(num_places(urls, args.generation_batch_size), LOOP))
     settings = {"servers": itertools.cycle(urls), "most_conversations": max(1, places // args.world_size)}
     if places < args.generation_batch_size:
         tell_once(f"OpenEnv: {places} sessions for a step: others wait. Raise the server's max_concurrent_envs.")
@@ -241,4 +251,4 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
         parameters = {"type": "object", "properties": {}, **(tool.get("input_schema") or {})}
         schema = {"description": tool.get("description") or tool["name"], "parameters": parameters}
         settings[tool["name"]] = as_method(tool["name"], schema, OpenEnvEnvironment._call)
-    return type(re.sub(r"\W+", "_", name), (OpenEnvEnvironment,), settings)
+    return base, type(re.sub(r"\W+", "_", name), (OpenEnvEnvironment,), settings)

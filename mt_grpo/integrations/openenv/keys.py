@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mt_grpo.base.fields import key
 from mt_grpo.recipe.plugins import Integration
@@ -22,9 +21,4 @@ class OpenEnvIntegration(Integration):
     """The trainer's own conversations, each with a session of a server as its environment."""
 
     keys, line = OpenEnvKeys, "environment: openenv"
-
-    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        """The trainer's own class, and a class of environments."""
-        from mt_grpo.integrations.openenv.environment import load_openenv_environment
-
-        return base, load_openenv_environment(script_args, args)
+    loads = "mt_grpo.integrations.openenv.environment:load_openenv_conversation"

@@ -93,23 +93,16 @@ class SearchTool(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
         super().__init__(config, tool_schema)
-        self.url, self.timeout, self.topk = (
-            config["retrieval_service_url"],
-            config.get("timeout", 30),
-            config.get("topk", 3),
-        )
+        self.url, self.timeout = config["retrieval_service_url"], config.get("timeout", 30)
+        self.topk = config.get("topk", 3)
         self.slots = asyncio.Semaphore(config.get("rate_limit", 120))  # requests at the same time, as in verl
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         queries = parameters.get("query_list")
         if not queries or not isinstance(queries, list):
             return ToolResponse(text=as_json("Error: query_list is missing, empty, or no list.")), 0.0, {}
-        request = {
-            "retrieval_service_url": self.url,
-            "query_list": queries,
-            "topk": self.topk,
-            "timeout": self.timeout,
-        }
+        request = {"retrieval_service_url": self.url, "query_list": queries, "topk": self.topk}
+        request["timeout"] = self.timeout
         # As long as its attempts may take; the trainer's own tool_timeout comes first if it is shorter.
         longest = ATTEMPTS * self.timeout + 60
         async with self.slots:

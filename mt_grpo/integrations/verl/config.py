@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import RecipeLoader
-from mt_grpo.integrations.verl.base import FunctionTool, declared, overridden, schema_dict
+from mt_grpo.integrations.verl.base import declared, function_as_tool, overridden, schema_dict
 from mt_grpo.integrations.verl.mcp import load_mcp_entry
 from mt_grpo.integrations.verl.paths import install
 from mt_grpo.recipe.plugins import find_modules_next_to, import_file, load_class
@@ -53,11 +52,9 @@ def tools_of_entry(
     create_kwargs_from: dict[str, str] | None = None,
 ) -> list[Any]:
     """The tools of one entry, with their `json_schema`: several if it is of MCP servers."""
-    config = config or {}
+    config, cls = config or {}, find_class(class_name, path, TOOLS)
     if mcp is not None or config.get("type") == "mcp":
-        entry = {"class_name": class_name, "config": config, "mcp": mcp}
-        return load_mcp_entry(entry, find_class(class_name, path, TOOLS), path, TOOLS)
-    cls = find_class(class_name, path, TOOLS)
+        return load_mcp_entry(cls, config, mcp or {}, path, TOOLS)
     schema_class = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema  # an installed verl's own
     tool = cls(config=config, tool_schema=tool_schema and schema_class(**tool_schema))
     # What the file says: an installed verl drops what its classes do not list.
@@ -75,7 +72,7 @@ def load_interactions(path: str) -> dict[str, Any]:
 
     def add(class_name: str, name: str | None = None, config: dict[str, Any] | None = None) -> None:
         cls = find_class(class_name, path, INTERACTIONS)
-        name = name or default_name(cls)
+        name = name or (cls.__name__.removesuffix("Interaction") or cls.__name__).lower()
         if name in interactions:
             raise ValueError(f"two interactions are called {name!r}. Rename one")
         interactions[name] = cls({**(config or {}), "name": name})
@@ -88,30 +85,21 @@ def load_interactions(path: str) -> dict[str, Any]:
     return interactions
 
 
-def default_name(cls: type) -> str:
-    """The name of an interaction that the YAML gives none.
-
-    >>> default_name(type("Gsm8kInteraction", (), {}))
-    'gsm8k'
-    """
-    return cls.__name__.removesuffix("Interaction").lower() or cls.__name__.lower()
-
-
-def load_function_tools(path: str) -> list[FunctionTool]:
-    """Load the tools that a Python file declares with `@function_tool`. Raises `ValueError`."""
+def load_function_tools(path: str) -> list[Callable]:
+    """The tools that a Python file declares with `@function_tool`. Raises `ValueError`."""
     install()
     declared.clear()
     import_file(path, "function_tool_path")
     if not declared:
         raise ValueError(f"function_tool_path: {path!r} declares no tool. Add @function_tool to a function.")
-    return list(declared)
+    return [function_as_tool(tool) for tool in declared]
 
 
 def read_entries(path: str, name: str, key: str) -> list[dict[str, Any]]:
     """The list `name` of a YAML, whose entries have `class_name`. Raises `ValueError`."""
     with named(f"{key}: {path!r} cannot be read", f" Expected YAML with `{name}: [{{class_name: ...}}]`."):
         text = Path(path).read_text(encoding="utf-8")
-        content = yaml.load(text, Loader)
+        content = yaml.load(text, RecipeLoader)
         if "${" in text:  # interpolations, such as ${oc.env:HOST}
             from omegaconf import OmegaConf
 
@@ -120,20 +108,6 @@ def read_entries(path: str, name: str, key: str) -> list[dict[str, Any]]:
         if not entries or not all(entry["class_name"] for entry in entries):
             raise ValueError("an entry has no class_name, or there is no entry")
         return entries
-
-
-class Loader(RecipeLoader):
-    """A loader that rejects a key that is set twice. `1e-4` is a number and a date is text, as for OmegaConf."""
-
-    yaml_implicit_resolvers = {
-        first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in RecipeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
-)
 
 
 def find_class(reference: str, path: str, key: str) -> Callable:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.integrations.verl.base import function_as_tool
-from mt_grpo.integrations.verl.config import load_function_tools, load_interactions, load_tools_config
+from mt_grpo.integrations.verl.config import load_interactions, load_tools_config
 from mt_grpo.integrations.verl.environment import VerlEnvironment, environment_class
 from mt_grpo.recipe.plugins import load_environment
 from mt_grpo.rollout import Context, Message, Rollout, Turn
@@ -40,12 +38,7 @@ class RenderedConversation:
         rollout.edited = Context(history, self.prompt_ids(history, self._tokenizer(llm), rollout.tools), num_read)
 
 
-def load_function_tool_list(script_args: Any) -> list[Callable]:
-    """The tools of `function_tool_path`. Raises `ValueError`."""
-    return [function_as_tool(tool) for tool in load_function_tools(script_args.function_tool_path)]
-
-
-def load_verl_conversation(script_args: Any, base: type) -> tuple[type, Any]:
+def load_verl_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
     tools_file, interactions_file = script_args.tools_config_file, script_args.interaction_config_file
     conversation, declared = load_environment(script_args.environment, script_args.tools_script, base)

@@ -32,16 +32,12 @@ class VerlIntegration(Integration):
     """verl's tools stand in the environment of a conversation of the trainer's own, which may be a recipe's class."""
 
     keys = VerlKeys
+    loads = "mt_grpo.integrations.verl.conversation:load_verl_conversation"
 
     def runs(self, script_args: Any) -> bool:
         return any(getattr(script_args, name) for name in (*keys_that(VerlKeys, "opens"), "mcp_config_file"))
 
-    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        from mt_grpo.integrations.verl.conversation import load_verl_conversation
-
-        return load_verl_conversation(script_args, base)
-
-    def around(self, script_args: Any, conversation: type) -> type:
+    def around(self, script_args: Any, args: Any, conversation: type) -> type:
         if not script_args.use_inference_chat_template:
             return conversation
         if not getattr(conversation, "renders_all", True):
@@ -55,6 +51,6 @@ class VerlIntegration(Integration):
     def tools(self, script_args: Any) -> list[Callable]:
         if script_args.function_tool_path is None:
             return []
-        from mt_grpo.integrations.verl.conversation import load_function_tool_list
+        from mt_grpo.integrations.verl.config import load_function_tools
 
-        return load_function_tool_list(script_args)
+        return load_function_tools(script_args.function_tool_path)

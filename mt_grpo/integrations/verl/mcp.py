@@ -51,20 +51,19 @@ async def ask_server(tool: Any, instance_id: str, parameters: dict[str, Any]) ->
     return tool._parse_tool_result(result.content) if result.content else (result_text(result), {})
 
 
-def load_mcp_entry(entry: dict[str, Any], cls: type, path: str, key: str) -> list[BaseTool]:
+def load_mcp_entry(cls: type, config: dict, mcp: dict[str, Any], path: str, key: str) -> list[BaseTool]:
     """The tools of an entry with `mcp: {mcp_servers_config_path, tool_selected_list}`. Raises `ValueError`."""
     from mt_grpo.integrations.mcp.tools import schema_of, start_servers
 
     owner = next((each for each in reversed(cls.__mro__) if "_call_tool" in vars(each)), MCPBaseTool)
     if not issubclass(owner, MCPBaseTool):  # verl's own class, which would ask its `ClientManager`
         owner._call_tool = ask_server
-    mcp, tools = {"mcp_servers_config_path": "mcp_servers_config_path", **(entry.get("mcp") or {})}, []
-    servers, selection = mcp["mcp_servers_config_path"], mcp.get("tool_selected_list")
+    servers, selection, tools = mcp["mcp_servers_config_path"], mcp.get("tool_selected_list"), []
     servers = servers if os.path.exists(servers) else os.path.join(os.path.dirname(path), servers)
     for server, tool in [(server, tool) for server, tools_of in start_servers(servers, key) for tool in tools_of]:
         if selection is None or tool.name in selection:
             schema = {"type": "function", "function": schema_of(server, tool)}
-            tools.append(cls(entry.get("config") or {}, OpenAIFunctionToolSchema(**schema)))
+            tools.append(cls(config, OpenAIFunctionToolSchema(**schema)))
             tools[-1].server, tools[-1].json_schema = server, schema
     if missing := set(selection or []) - {tool.name for tool in tools}:
         raise ValueError(f"{key}: no server of {servers!r} offers {sorted(missing)} of tool_selected_list.")
