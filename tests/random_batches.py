@@ -183,6 +183,7 @@ ON_RANKS = {
                                  gradient_accumulation_steps=1, seed=1),
     "sequences": dict(loss_type="dapo", uneven=True, importance_sampling_level="sequence", vllm="sequence"),
     "further records": dict(loss_type="grpo", further=True, uneven=True),
+    "groups without signal": dict(loss_type="dapo", quiet=True, seed=11, vllm="token", max_tokens_per_pass=80),
 }  # fmt: skip
 
 
