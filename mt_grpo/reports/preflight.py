@@ -399,6 +399,11 @@ def bytes_per_token(trainer: ResumableTrainer) -> int:
     return (totals[1] - totals[0]) // 64
 
 
+def most_resident() -> int:
+    """Bytes of this process in memory, at the most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def gib(num_bytes: float) -> str:
     """Format a number of bytes for people."""
     return f"{num_bytes / 2**30:.3g} GiB"
@@ -443,11 +448,11 @@ def run_preflight(trainer: ResumableTrainer) -> int:
     found = troubles(facts)
     pointless = any(trouble.pointless for trouble in found)
     on_gpu = trainer.model.device.type == "cuda"
-    memory = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = torch.cuda.max_memory_allocated() if on_gpu else most_resident()
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
     prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
     say("", "The first prompt, as the model reads it:", prompt, "")
-    say(f"{summary(facts)}; {gib(memory)} of memory before Adam's", "")
+    say(f"{summary(facts)}; {gib(memory)} of memory without Adam", "")
     say("Problems, causes first:" if found else "No problem was found.")
     for number, trouble in enumerate(found, 1):
         say(f"  {number}. {trouble.name}: {trouble.text}")

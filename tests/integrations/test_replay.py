@@ -1,4 +1,4 @@
-"""The rollouts of a log are trained again: with the same gradient, in one process and by two ranks."""
+"""The rollouts of a log are trained again: with the same gradient."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import records_batch as batch
 import torch
+from project import SMALL
 from scripted import make_tokenizer
 
 from mt_grpo.integrations.replay import logged
@@ -14,7 +15,7 @@ from mt_grpo.integrations.replay.rollouts import data_rows, replaying, rollout_o
 from mt_grpo.reports.rollout_log import json_or_text, rollout_rows
 from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo_trainer import RewardTable
+from mt_grpo_trainer import MTGRPOConfig, MultiTurnToolEnv, RewardTable
 
 LOGGED = logged.TURN_REWARD_FUNCS, logged.OUTCOME_REWARD_FUNCS
 LOGGED_NUMBERS = (
@@ -60,6 +61,20 @@ def test_one_step_or_all(random_model, tmp_path):
         again = train_again(random_model, tmp_path / f"{expected} again", tmp_path / source, max_steps=5)
         assert len(again["gradients"]) == expected  # the log ends before max_steps
         assert batch.distance(first["gradients"][:expected], again["gradients"]) < 1e-6
+
+
+def test_each_rank_takes_its_own_rollouts(random_model, tmp_path, monkeypatch):
+    """Four ranks with two rollouts each of groups of four."""
+    batch.train(random_model, tmp_path / "first", None, batch.Near, log_rollout_tokens=True)
+    config = MTGRPOConfig(**SMALL, output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=4)
+    script_args = SimpleNamespace(train_from_rollouts=str(tmp_path / "first"), reward_fn=None)
+    env = replaying(script_args, config, MultiTurnToolEnv)([], None)
+    rows, found = data_rows(str(tmp_path / "first")), []
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        found += env.start([], rows=[rows[rank // 2]] * 2)
+    texts = [each.turns[0].text for each in found]
+    assert [f"rollout {i} of" in text for i, text in enumerate(texts)] == [True] * 8
 
 
 def test_a_turn_comes_back_as_it_was():

@@ -2,17 +2,17 @@
 
 
 def logged_turn(rollout_turns: list, **kwargs) -> list[list[float | None]]:
-    """What turn functions that return a number per turn gave together."""
+    """The log's weighted sum of the turn functions that return a number per turn."""
     return [[turn.info["logged"]["turn"] for turn in turns] for turns in rollout_turns]
 
 
 def logged_rollout_turn(rollout_turns: list, **kwargs) -> list[float | None]:
-    """What turn functions that return one number per rollout gave together."""
+    """The log's weighted sum of the turn functions that return one number per rollout."""
     return [turns[0].info["logged"]["rollout_turn"] for turns in rollout_turns]
 
 
 def logged_outcome(rollout_turns: list, **kwargs) -> list[float | None]:
-    """What outcome functions gave together."""
+    """The log's weighted sum of the outcome functions."""
     return [turns[0].info["logged"]["outcome"] for turns in rollout_turns]
 
 

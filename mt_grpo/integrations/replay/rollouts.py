@@ -77,7 +77,7 @@ def replaying(script_args: Any, args: Any, conversation: type) -> type:
         if (value := getattr(args, key)) != expected:
             value = getattr(value, "value", value)
             raise ValueError(f"train_from_rollouts: {key} is {value}, expected {expected}. Nothing is sampled.")
-    if os.path.samefile(args.output_dir if os.path.exists(args.output_dir) else os.sep, split(source)[0]):
+    if os.path.realpath(args.output_dir) == os.path.realpath(split(source)[0]):
         raise ValueError(f"train_from_rollouts: output_dir is the log's, {args.output_dir}. Its log would begin anew.")
     if batch_size % args.generation_batch_size:
         raise ValueError(
