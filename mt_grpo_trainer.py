@@ -756,6 +756,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
+        output["turn_ids"] = turn_ids.to(output["completion_ids"].device)  # for metrics by turn
         output |= batch.pass_inputs(self.loss_type == "sapo", self.accelerator)
         self._log_step(output, advantages)
         if "importance_sampling_ratio" in output:
@@ -926,7 +927,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """TRL's `log`. The metrics of an evaluation are means over its rollouts, and not of the means of batches."""
         if not self.model.training:
             self._evaluation.finish(self._metrics["eval"], self.reward_func_names)
+        else:
+            logs |= self.layout.metrics.depth.metrics(self.accelerator)
         super().log(logs, start_time)
+        if self.model.training:
+            self.layout.metrics.depth.clear()
 
     # -- 3.6 set-up --
 

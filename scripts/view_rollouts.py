@@ -17,6 +17,7 @@ import asyncio
 import base64
 import hashlib
 import html
+import itertools
 import json
 import math
 import re
@@ -55,6 +56,7 @@ PANELS = (
     ("Weights and logprobs", (("rollout/staleness", "staleness"),
                               ("sampling/sampling_logp_difference/mean", "logprob difference"))),
 )  # fmt: skip
+BY_DEPTH = {"logp_difference": "Logprob difference", "importance_ratio": "Importance ratio", "entropy": "Entropy"}
 EVALUATION = ("Evaluation", (("eval_reward", "total reward"), ("eval_rewards/*/mean", "{}")))
 
 
@@ -171,6 +173,15 @@ def curves(runs: list[Run]) -> dict[str, Any]:
         ]
         if lines:
             panels.append({"title": title, "lines": lines, "mode": kind.removesuffix("reward")})
+    for axis, (name, title) in itertools.product(("turn", "depth"), BY_DEPTH.items()):
+        lines = []
+        for number, rows in enumerate(logs):
+            there = [row[key] for row in rows if isinstance(row.get(key := f"by_{axis}/{name}"), list)]
+            for label, values in zip(("first log", "last log"), there[:1] + there[1:][-1:]):
+                points = [[k, value] for k, value in enumerate(values) if isinstance(value, (int, float))]
+                lines += [{"label": label, "run": number, "points": points}] if len(points) > 1 else []
+        if lines:
+            panels.append({"title": f"{title} by {axis}", "lines": lines, "mode": "", "axis": axis})
     missing = ", ".join(run.name for run, rows in zip(runs, logs) if not rows)
     return {"panels": panels, "note": missing and f"{missing}: there is no {METRICS_FILE}, so there are no curves."}
 

@@ -1,11 +1,12 @@
 """The conversations of golden_batch.py, trained with their histories edited. Run in one process and by two ranks."""
 
 import dataclasses
+import os
 
 import golden_batch as golden
 import torch
 from datasets import Dataset
-from project import SMALL
+from project import SMALL, json_lines
 from random_batches import Gradients
 
 from mt_grpo.base.errors import RunError
@@ -155,6 +156,10 @@ def run_on_ranks(model, out, world):
         log, facts = result["log"], ("rollouts/ended", "rollouts/called", "num_rollouts")
         results["facts"] = {key: result["facts"][key] for key in facts}
         results[f"sampling {name}"] = {key: log[key] for key in log if key.startswith(("sampling/", "entropy", "kl"))}
+        if not int(os.environ.get("RANK", 0)):  # which has the file
+            row = json_lines(out / f"sampling {name}/metrics.jsonl")[0]
+            values = {key: row[key] for key in row if key.startswith("by_")}
+            results[f"by depth {name}"] = {f"{key}/{k}": v for key in values for k, v in enumerate(values[key])}
     trainer = make_trainer(model, out / "failed", at_once=range(8), per_device_train_batch_size=8 // world)
     try:
         trainer.train()

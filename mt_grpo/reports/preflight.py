@@ -33,7 +33,7 @@ from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
-from mt_grpo.training.pass_metrics import EFFECTIVE_SHARE
+from mt_grpo.training.pass_metrics import DIFFERENCE_OF, EFFECTIVE_SHARE
 from mt_grpo.training.passes import window_of
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
@@ -134,6 +134,11 @@ READINGS = (
     Reading("logprobs", lambda f: f["sampling/sampling_logp_difference/mean"] > 0.1,  # bf16 gives a few 1e-2
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
         "average{since}. Compare the dtype, the chat template and the model of both; see docs/troubleshooting.md."),
+    Reading("logprobs of late turns", lambda f: f[DIFFERENCE_OF.format("last")]  # small ones vary with what is written
+        > max(2 * f[DIFFERENCE_OF.format("first")], 0.05),
+        "The server's logprobs and the trainer's differ by {sampling/logp_difference_last_turns:.2g} in the last turns"
+        "{since}, and by {sampling/logp_difference_first_turns:.2g} in the first ones. Compare the positions (RoPE), "
+        "the length of the context and the sliding window of both; see docs/troubleshooting.md."),
     Reading("effective share", lambda f: f[EFFECTIVE_SHARE] < 0.5,
         "The importance ratio leaves {sampling/effective_share:.0%} of the tokens{since} in effect. Set "
         "vllm_importance_sampling_mode: token_truncate, or lower max_staleness."),
@@ -234,7 +239,8 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
     outcome, unused = functions.main_outcome, unused_rewards(functions.names, batches)
     failure = most_frequent(of_all_ranks(lambda r: str(r.error or "") if r.stop_reason in FAILURES else None))
     return {
-        **metrics, "rollouts/ended": sum(metrics.get(f"stop/{reason}", math.nan) for reason in COMPLETE),
+        **metrics, **trainer.layout.metrics.depth.metrics(trainer.accelerator),
+        "rollouts/ended": sum(metrics.get(f"stop/{reason}", math.nan) for reason in COMPLETE),
         "rollouts/called": share(of_all_ranks(lambda r: any(turn.calls for turn in r.turns))),
         "cut/by_turn": share(of_all_ranks(cut_by_turn)),
         "prompt/ends_with_assistant": share(
@@ -341,7 +347,7 @@ class Watch(TrainerCallback):
 def run_reports(trainer: ResumableTrainer) -> list[TrainerCallback]:
     """The callbacks that report on a run: troubles, a line per log, the file of metrics."""
     progress = ProgressLine(trainer)
-    return [Watch(trainer, progress.say), progress, MetricsLog()]
+    return [Watch(trainer, progress.say), progress, MetricsLog(trainer)]
 
 
 def summary(facts: dict[str, Any]) -> str:

@@ -21,10 +21,14 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsLog(TrainerCallback):
-    """Writes each log with its step to `metrics.jsonl` on rank 0. A failure is a warning, and training goes on.
+    """Writes each log with its step, and the means by turn and depth, to `metrics.jsonl` on rank 0.
 
-    A new run deletes the file. A resumed run appends to it, and may log some steps again: the later row is valid.
+    A failure is a warning, and training goes on. A new run deletes the file. A resumed run appends to it, and may log
+    some steps again: the later row is valid.
     """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and state.global_step == 0:
@@ -33,7 +37,8 @@ class MetricsLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and state.is_world_process_zero:
             try:
-                write_rows(Path(args.output_dir) / METRICS_FILE, [{"step": state.global_step, **logs}])
+                lines = self.trainer.layout.metrics.depth.lines if "reward" in logs else {}  # of training
+                write_rows(Path(args.output_dir) / METRICS_FILE, [{"step": state.global_step, **logs, **lines}])
             except OSError as error:
                 logger.warning(f"The metrics could not be written: {error}. Training continues.")
 

@@ -177,6 +177,9 @@ class Layout:
         logps, entropies, _ = found
         if self.current is not None and self.current.is_first:
             self.metrics.set_ratio(self.current, logps.detach(), self.trainer)
+        if self.current is not None and self.trainer.model.training and entropies is not None:
+            trained = self.current["completion_mask"] * self.current["tool_mask"] > 0
+            self.metrics.depth.add(self.current, trained, entropy=entropies.detach())
         if self.current is not None and self.current.is_weighted:
             self.metrics.count_tokens(self.current, logps.detach(), entropies.detach(), self.trainer)
 

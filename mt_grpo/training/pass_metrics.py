@@ -9,13 +9,59 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from mt_grpo.training.batch import NAN
 from mt_grpo.training.passes import Pass
 
 EFFECTIVE_SHARE = "sampling/effective_share"  # the metric
 TRLS = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")  # which TRL logs, too
+DIFFERENCE_OF = "sampling/logp_difference_{}_turns"  # first, last
+MOST_TURNS, MOST_DEPTH = 64, 2**24  # what is beyond counts with the last of them
 Means = dict[str, tuple[float, float]]  # name -> (mean, minimum or maximum, the number of tokens that it is of)
+
+
+class DepthMetrics:
+    """Means over trained tokens by turn, and by the number of tokens before a token, of all steps since the last log.
+
+    `lines` has those of the last log: `by_turn/entropy` is a list with the mean of each turn, and item j of
+    `by_depth/entropy` the mean of the tokens with 2^j to 2^(j+1) - 1 tokens before them. None: there are none.
+    """
+
+    def __init__(self):
+        self.lines: dict[str, list[float | None]] = {}
+        self._sums: dict[str, torch.Tensor] = {}  # name -> (2, buckets): numbers of tokens, and sums of a value
+
+    def add(self, each: dict[str, Any], counted: torch.Tensor, **values: torch.Tensor) -> None:
+        """Count values (B, C) of the `counted` tokens of a batch, or of a pass, that says which turn they are of."""
+        if "turn_ids" not in each:
+            return
+        before = each["prompt_mask"].sum(1, keepdim=True) + torch.arange(counted.shape[1], device=counted.device)
+        turns = each["turn_ids"].clamp(0, MOST_TURNS - 1)[counted].cpu()
+        depths = before.clamp(1, MOST_DEPTH)[counted].cpu().double().log2().long()
+        for name, value in values.items():
+            both = torch.stack([torch.ones(len(turns)), value[counted].float().cpu()]).double()
+            for axis, buckets, size in (("turn", turns, MOST_TURNS), ("depth", depths, MOST_DEPTH.bit_length())):
+                sums = self._sums.setdefault(f"by_{axis}/{name}", torch.zeros(2, size, dtype=torch.float64))
+                sums.index_add_(1, buckets, both)
+
+    def metrics(self, accelerator: Any) -> dict[str, float]:
+        """The difference of logprobs in the first and in the last quarter of the turns. Sets `lines`. Collective."""
+        found, self.lines = {}, {}
+        of_ranks = gather_object([self._sums])  # INVARIANT: all ranks have as many passes, so they have all names
+        for name, number, total in ((name, *sum(sums[name] for sums in of_ranks)) for name in self._sums):
+            there = number.nonzero().flatten()
+            means = [value / count if count else None for count, value in zip(number.tolist(), total.tolist())]
+            self.lines[name] = means[: int(there[-1]) + 1 if len(there) else 0]
+            if name == "by_turn/logp_difference" and len(there) > 1:
+                quarter = -(-len(there) // 4)
+                for which, turns in (("first", there[:quarter]), ("last", there[-quarter:])):
+                    found[DIFFERENCE_OF.format(which)] = (total[turns].sum() / number[turns].sum()).item()
+        return found
+
+    def clear(self) -> None:
+        """Begin anew, after a log."""
+        self._sums = {}
 
 
 class PassMetrics:
@@ -25,6 +71,7 @@ class PassMetrics:
         self._pooled: dict[tuple[str, str], tuple[float, float]] = {}  # (mode, name) -> as in `Means`
         self._own: Means = {}  # of the current pass, in place of TRL's
         self._logged: dict[str, list[float]] | None = None  # during a pass: where its metrics go
+        self.depth = DepthMetrics()  # of training
 
     @contextmanager
     def of(self, trainer: Any, each: Pass) -> Iterator[None]:
@@ -65,6 +112,9 @@ class PassMetrics:
         limits = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
         difference = torch.where(trained & ~sampled.isnan(), logps - sampled, 0.0)
         ratio = importance_ratio(difference, mode, *limits)
+        if log_mode == "train":
+            values = {"logp_difference": difference.abs(), "importance_ratio": difference.exp()}
+            self.depth.add(each, trained & ~sampled.isnan(), **values)
         means = sampling_means(logps, sampled, ratio, trained, limits, trainer.accelerator)
         if (logged := self._logged) is None:
             logged = trainer._metrics[log_mode]

@@ -150,7 +150,8 @@ const colourOf = (lines, line) => `var(--c${[...new Set(lines.map((each) => each
 function chart(panel) {
   const { lines } = panel, points = lines.flatMap((line) => line.points);
   const svg = el("svg", { viewBox: `0 0 ${BOX.width} ${BOX.height}`, tabindex: 0, role: "img",
-    "aria-label": `${panel.title} over steps. Left and right read values; Enter shows the rollouts of a step.` });
+    "aria-label": panel.axis ? `${panel.title}. Left and right read values.`
+      : `${panel.title} over steps. Left and right read values; Enter shows the rollouts of a step.` });
   const xs = points.map((point) => point[0]), ys = points.map((point) => point[1]);
   const ends = (values) => [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
   const [x0, x1] = ends(xs);
@@ -190,12 +191,14 @@ function panelOf(panel) {
     const step = steps[chosen], [from, to] = sampled();
     const values = lines.flatMap((line) => line.points.filter((point) => point[0] === step)
       .map((point) => `${runs.length > 1 ? `${runs[line.run].name} ` : ""}${line.label} ${brief(point[1])}`));
-    say(readout, `step ${step} (rollouts of step ${from < to ? `${from} to ${to}` : to}): ${values.join(", ")}`);
+    const place = { turn: `turn ${step}`, depth: `tokens with 2^${step} or more tokens before them` }[panel.axis]
+      || `step ${step} (rollouts of step ${from < to ? `${from} to ${to}` : to})`;
+    say(readout, `${place}: ${values.join(", ")}`);
     svg.querySelector(".cursor")?.remove();
     svg.append(el("line", { class: "cursor", x1: x(step), x2: x(step), y1: BOX.top, y2: BOX.height - BOX.bottom }));
   };
   const open = () => {
-    if (chosen < 0) return;
+    if (chosen < 0 || panel.axis) return;
     const run = lines[0].run || undefined, mode = panel.mode === "eval_" ? "eval" : "train", [from, to] = sampled();
     location.hash = hashOf("rollouts", { run, step_from: from, step_to: to, mode });
   };

@@ -17,7 +17,7 @@ from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
 from mt_grpo.rollout import Generation, Record, Rollout, StopReason, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
-from mt_grpo.training.pass_metrics import PassMetrics, sampling_means
+from mt_grpo.training.pass_metrics import DepthMetrics, PassMetrics, sampling_means
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
@@ -154,6 +154,28 @@ def test_what_the_loss_uses_is_counted_by_token():
         "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,
     })  # fmt: skip
     assert [weight for _, weight in found.values()] == [5, 5, 6, 6, 6, 6, 5, 6]
+
+
+def test_numerics_are_counted_by_turn_and_by_depth():
+    """Two passes. The first has turns 0 and 1 after a prompt of 3 tokens, the second turn 4 after one of 8."""
+    depth, accelerator = DepthMetrics(), Accelerator(cpu=True)
+    first = {"prompt_mask": torch.ones(1, 3), "turn_ids": torch.tensor([[0, 0, -1, 1, 1, -1]])}
+    trained = torch.tensor([[True, True, False, True, True, False]])
+    depth.add(first, trained, x=torch.tensor([[1.0, 3.0, 9.0, 4.0, 8.0, 9.0]]))
+    depth.add({"prompt_mask": torch.ones(1, 8), "turn_ids": torch.tensor([[4, -1]])}, torch.tensor([[True, False]]),
+              x=torch.tensor([[5.0, 9.0]]), logp_difference=torch.tensor([[0.25, 9.0]]))  # fmt: skip
+    assert depth.metrics(accelerator) == {}  # one turn has a difference
+    assert depth.lines["by_turn/x"] == [2.0, 6.0, None, None, 5.0]
+    assert depth.lines["by_depth/x"] == [None, 1.0, (3.0 + 4.0 + 8.0) / 3, 5.0]  # 3, 4, 6, 7 and 8 tokens before them
+    depth.clear()
+    for k in (2, 3, 4, 5, 6, 7, 8, 99):  # the first two, and the last two
+        one = {"prompt_mask": torch.ones(1, 1), "turn_ids": torch.tensor([[k]])}
+        depth.add(one, torch.tensor([[True]]), logp_difference=torch.tensor([[float(k)]]))
+    names = (f"sampling/logp_difference_{which}_turns" for which in ("first", "last"))
+    assert depth.metrics(accelerator) == dict(zip(names, (2.5, 53.5)))
+    assert len(depth.lines["by_turn/logp_difference"]) == 64
+    depth.clear()
+    assert depth.metrics(accelerator) == depth.lines == {}
 
 
 def test_the_effective_share_is_of_all_passes():

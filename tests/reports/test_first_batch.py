@@ -14,6 +14,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.reports.preflight import READINGS, bytes_per_token, facts_of_batches, run_preflight, troubles
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.pass_metrics import DepthMetrics
 from mt_grpo.training.rewards import RewardFunctions
 
 CALCULATOR = ROOT / "hf_recipes/tiny/calculator.yaml"
@@ -103,7 +104,9 @@ def facts_of(*batches, max_turn_tokens=None, functions=None, metrics=None):
     args = SimpleNamespace(longest_turn=max_turn_tokens or 9, max_completion_length=9, num_generations=2)
     functions = functions or RewardFunctions([], [], 0)
     used = (torch.full((len(functions.names),), 4.0),) * 2
-    trainer = SimpleNamespace(args=args, reward_functions=functions, _metrics={"train": metrics or {}})
+    layout = SimpleNamespace(metrics=SimpleNamespace(depth=DepthMetrics()))
+    trainer = SimpleNamespace(args=args, reward_functions=functions, layout=layout, accelerator=None)
+    trainer._metrics = {"train": metrics or {}}
     return facts_of_batches(trainer, [Batch([], 2, rollouts=rollouts, used=used) for rollouts in batches])
 
 

@@ -22,6 +22,7 @@ WELL = {
     "rewards/num_varied": 1, "tokens/ids_differ": 0.0,
     "sampling/sampling_logp_difference/mean": 0.0, "sampling/cuts": "", "sampling/token_ratio_mean": None,
 }  # fmt: skip
+FIRST_TURNS, LAST_TURNS = (f"sampling/logp_difference_{which}_turns" for which in ("first", "last"))
 NO_SIGNAL = {"credit/frac_groups_without_signal": 1.0}
 # The name of a reading, facts in which it just does not speak, in which it just does, and in which it is pointless to
 # train (None: never).
@@ -65,6 +66,8 @@ TABLE = [
     ("tokens", {"tokens/ids_differ": 0.0}, {"tokens/ids_differ": 0.01}, None),
     ("logprobs", {"sampling/sampling_logp_difference/mean": 0.1}, {"sampling/sampling_logp_difference/mean": 0.11},
      None),
+    ("logprobs of late turns", {FIRST_TURNS: 0.03, LAST_TURNS: 0.06}, {FIRST_TURNS: 0.03, LAST_TURNS: 0.061}, None),
+    ("logprobs of late turns", {FIRST_TURNS: 0.01, LAST_TURNS: 0.05}, {FIRST_TURNS: 0.01, LAST_TURNS: 0.051}, None),
     ("effective share", {"sampling/effective_share": 0.5}, {"sampling/effective_share": 0.49}, None),
 ]  # fmt: skip
 

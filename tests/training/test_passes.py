@@ -152,7 +152,7 @@ def test_the_losss_own_pass_says_what_a_pass_before_it_said(random_model, tmp_pa
     assert (ours["passes"], theirs["passes"]) == (reference, reference + 1)
     assert distance(theirs["gradients"], ours["gradients"]) < CLOSE
     names = [name for name in theirs["log"] if name.startswith("sampling/")]
-    assert len(names) == 8 and theirs["log"]["sampling/sampling_logp_difference/max"] > 0.1
+    assert len(names) == 10 and theirs["log"]["sampling/sampling_logp_difference/max"] > 0.1
     for name in names:
         assert ours["log"][name] == pytest.approx(theirs["log"][name], abs=1e-4), name
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 from types import SimpleNamespace
 
 import golden_batch as golden
@@ -274,7 +275,7 @@ def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, s
     # With no pass before the step the loss's own pass says the same.
     assert result["passes"] == 1 and batch.distance(result["gradients"], shorter["gradients"]) < CLOSE
     names = [name for name in result["log"] if name.startswith("sampling/")]
-    assert len(names) == 8
+    assert len(names) == 10
     for name in names:
         assert shorter["log"][name] == pytest.approx(result["log"][name], abs=1e-4), name
 
@@ -445,8 +446,22 @@ def test_metrics_of_sampling_are_of_the_tokens_of_all_ranks(by_rank, name):
     assert expected["sampling/sampling_logp_difference/mean"] == pytest.approx(mean, abs=1e-4)
     assert expected["sampling/token_ratio_mean"] == pytest.approx(sum(map(math.exp, apart)) / len(apart), abs=1e-4)
     for found in (one, *two):
-        assert len(found[f"sampling {name}"]) >= 9
+        assert len(found[f"sampling {name}"]) >= 11
         assert found[f"sampling {name}"] == pytest.approx(expected, abs=1e-4)
+    for k in range(3):
+        of_turn = [
+            abs(theirs - sampled)
+            for row in logs
+            for turn in row["turns"][k : k + 1]
+            for theirs, sampled, trained in zip(turn["trainer_logprobs"] or [], turn["logprobs"], turn["loss_mask"])
+            if trained and sampled is not None
+        ]
+        assert one["by depth own pass"][f"by_turn/logp_difference/{k}"] == pytest.approx(
+            statistics.mean(of_turn), abs=1e-4
+        )
+    for found in (one, two[0]):
+        assert len(found[f"by depth {name}"]) >= 9 + 3 * 4  # three turns, up to 2^k tokens
+        assert found[f"by depth {name}"] == pytest.approx(one["by depth own pass"], abs=1e-4)
 
 
 def test_facts_of_the_first_batch_are_of_all_ranks(by_rank):
