@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.images.pictures import TOWER
 
-NOISE = 0.7  # of the first push, relative to each element (docs/speed.md says what it shows)
+NOISE = 0.7  # of the first push, relative to each element (docs/scaling.md says what it shows)
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM name it
 ADAPTER = "default"  # peft's name of the only one
 # What of a LoraConfig an engine reads, or what changes nothing there. Any other setting that is not peft's default may

@@ -337,51 +337,41 @@ def summary(row: dict[str, Any]) -> dict[str, float | None]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """The page's tables: of each card and set of versions its own, the last added first."""
-    return "\n\n".join(run_section(run) for run in reversed(results["runs"]))
-
-
-def run_section(results: dict[str, Any]) -> str:
-    """The tables of the cases that were run with the same card, versions and settings."""
-    of, place, cases = results["settings"], results["machine"], results["cases"]
+    """A table of all cases, the run that was added last first, and sentences on steps, gradients and failures."""
+    rows, runs, steps, distances, ended = [], [], [], {}, []
     forms = dict.fromkeys(("step", "rollouts", "sync", "training"), "{:.2f} s")
     forms |= {"allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}
-    rows = []
-    for case, row in cases.items():
-        if got := row.get("summary"):
-            cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
-            rows.append(" | ".join([case, *cells]))
-    head = "case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean"
-    lines = [
-        f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
-        f"{results['parameters'] / 1e9:.1f}B parameters with random weights, float32 with bf16 autocast, medians of "
-        f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}, vLLM {place.get('vllm', 'none')}).",
-        "",
-        *common.table(head, rows),
-    ]
-    if steps := cases.get("step", {}).get("steps"):  # a cell without figures is a run that did not come to its end
-        shown, rows = [side for side in STEP_SIDES if any(side in sides for sides in steps.values())], []
-        for title, sides in steps.items():
-            cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
-            both = "TRL" in sides and "shared prompts" in sides
-            ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
-            rows.append(" | ".join([title, *cells, ratio]))
-        lines += ["", f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:", ""]
-        lines += common.table(" | ".join(["conversations", *shown, "TRL / shared"]), rows)
-    if gradients := cases.get("gradients", {}).get("gradients"):
-        names = list(next(iter(gradients.values())))[1:]
-        cells = {title: [f"{of[n]:.1e}" if n in of else "-" for n in names] for title, of in gradients.items()}
-        rows = (" | ".join([title, *each]) for title, each in cells.items())
-        about = "Distance of the whole model's gradient from that of a row per rollout in float32, relative:"
-        lines += ["", about, "", *common.table(" | ".join(["conversations", *names]), rows)]
-    for case, row in cases.items():
-        if "skipped" in row:
-            lines += ["", f"`{case}` was left out: it {row['skipped']}."]
-        if "error" in row:
-            lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
-    for note in results.get("notes", []):  # written by hand, of how a run came about
-        lines += ["", note]
-    return "\n".join(lines)
+    for run in reversed(results["runs"]):
+        place, of, gpus = run["machine"], run["settings"], run["gpus"].replace("NVIDIA ", "") or "CPU"
+        setting = f"{gpus}, {of['tokens']} tokens"
+        runs.append(
+            f"{setting}: {of['steps']} steps of {of['rollouts']} rollouts (torch {place['torch']}, "
+            f"TRL {place['trl']}, vLLM {place.get('vllm', 'none')})"
+        )
+        for case, row in run["cases"].items():
+            if got := row.get("summary"):
+                cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
+                rows.append(" | ".join([setting, case, *cells]))
+            if reason := row.get("skipped") or row.get("error"):
+                ended.append(f"`{case}` on {gpus} ({reason.strip().splitlines()[-1][:200]})")
+            for title, sides in row.get("steps", {}).items():
+                if {"TRL", "shared prompts"} <= sides.keys():  # both came to their end
+                    each = [f"{side} {got['seconds']:.2f} s, {got['GiB']:.0f} GiB" for side, got in sides.items()]
+                    steps.append(f"**{gpus}, {title}**: {'; '.join(each)}.")
+            for found in row.get("gradients", {}).values():
+                distances |= {name: max(distance, distances.get(name, 0.0)) for name, distance in found.items()}
+    about = (
+        f"A model of {run['parameters'] / 1e9:.1f}B parameters with random weights, in float32 with bf16 autocast. A "
+        f"rollout is one turn. Cells are medians. {'; '.join(runs)}."
+        + (f" Not measured to the end: {', '.join(ended)}." if ended else "")
+    )
+    head = "GPU | case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference"
+    lines = [about, "", *common.table(head, rows)]
+    notes = [" ".join([f"Steps without generation, {STEP_TITLE}.", *steps])] if steps else []
+    if distances:
+        each = "; ".join(f"{name}: {distance:.1e}" for name, distance in list(distances.items())[1:])
+        notes.append(f"Largest relative distance from the gradient of a row per rollout in float32: {each}.")
+    return "\n".join([*lines, "", *notes] if notes else lines)
 
 
 FRAME = Frame("gpu", section)

