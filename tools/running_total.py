@@ -1,6 +1,6 @@
 """As many turns as there may be: `environment: tools/running_total.py:RunningTotal`, with tools/step_calculator.py.
 
-Each turn names one operation on the last result. A call that runs is paid 0.2, the right one 1. The row gives the seed.
+Each turn names one operation on the last result. A call that runs is paid 0.2, the right one 1. The row is a seed.
 """
 
 import random

@@ -8,27 +8,33 @@ import copy
 import dataclasses
 import difflib
 import itertools
+import json
 import logging
 import marshal
+import re
 import typing
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import yaml
+from pydantic import BaseModel, BeforeValidator, JsonValue, TypeAdapter
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.base.errors import NoServerLeft, ServerError, error_line, sentence
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.fields import key
+from mt_grpo.base.files import RecipeLoader
 from mt_grpo.base.rows import row_text
 from mt_grpo.conversation.environments import keep_whole, num_ids
-from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.formats.base import ASK, ChatFormat
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import cut_messages
-from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
+from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.images.pictures import has_too_many
-from mt_grpo.rollout import Message, Rollout, StopReason
+from mt_grpo.rollout import Message, Origin, Rollout, StopReason, ToolCall, ToolResult
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +82,6 @@ class Conversations(Limits):
         self.max_completion_length = max_completion_length
         self.prompt_examples = read_prompt_examples(prompt_examples)
         self._examples: dict[int, list[Message]] = {}  # as messages of the template, by id of the tokenizer
-        if (most := self.max_tool_response_tokens) is not None and most < 10:
-            raise ValueError(f"max_tool_response_tokens={most}, expected at least 10, the room for a marker.")
 
     max_steps = property(  # the name of the constructor's argument
         lambda self: self.max_env_steps, lambda self, value: setattr(self, "max_env_steps", value)
@@ -230,6 +234,94 @@ class Conversations(Limits):
         """Add the tokens that end a turn in the chat template. A base model's own end token may differ."""
         check_sampling_params(sampling_params, SAMPLING_KEYS - {"stop"})
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
+
+
+# Examples before the question (`prompt_examples`): conversations that the model reads and is not trained on.
+
+
+class ExampleCall(BaseModel, extra="forbid"):
+    """A call in an example."""
+
+    name: str
+    arguments: dict[str, JsonValue] = {}
+
+
+class ExampleMessage(BaseModel, extra="forbid", str_strip_whitespace=True):
+    """A message of an example. Blanks around its text are left out: YAML's blocks end with a line break."""
+
+    role: Literal["user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(lambda content: content or "")] = ""  # null beside calls
+    tool_calls: list[ExampleCall] = []
+
+
+def read_prompt_examples(examples: str | list | None) -> list[list[ExampleMessage]]:
+    """Validate conversations, a list of them or a YAML, JSON or JSON lines file. Raises `ValueError`."""
+    try:
+        if isinstance(examples, str):
+            text = Path(examples).read_text(encoding="utf-8-sig")
+            if examples.endswith(".jsonl"):
+                examples = [json.loads(line) for line in text.split("\n") if line.strip()]
+            else:
+                examples = json.loads(text) if examples.endswith(".json") else yaml.load(text, RecipeLoader)
+            examples = examples or [[]]  # which is no conversation
+        shown = [each.get("messages") if isinstance(each, dict) else each for each in examples or []]
+        checked = TypeAdapter(list[list[ExampleMessage]]).validate_python(shown)
+        for number, messages in enumerate(checked, 1):
+            roles = "".join(m.role[0] if m.content or m.tool_calls or m.role == "tool" else "_" for m in messages)
+            calling = {message.role for message in messages if message.tool_calls}
+            if not calling <= {"assistant"} or not re.fullmatch("ua(t+a|ua)*", roles):
+                raise ValueError(f"example {number} has an empty message (_), or roles out of order: {roles}")
+        return checked
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"prompt_examples: {error_line(error)}. Expected a list of lists of messages") from error
+
+
+def written_examples(
+    examples: list[list[ExampleMessage]], tool_format: ChatFormat, tools: dict[str, Callable], all_known: bool
+) -> list[Message]:
+    """Convert examples to messages for the chat template, with calls and results as in a conversation of this format.
+
+    `all_known`: whether conversations have only `tools`. Raises `ValueError` for what no conversation has.
+    """
+    messages, texts = [], []
+    for number, example in enumerate(examples, 1):
+        try:
+            for k, message in [(k, m) for k, m in enumerate(example) if m.role != "tool"]:
+                turn = {"role": "user", "content": message.content}
+                calls = [ToolCall(call.name, call.arguments) for call in message.tool_calls]
+                if message.role == "assistant":
+                    turn = tool_format.turn_message(calls, message.content)
+                if message.role == "assistant" and "tool_calls" not in turn:
+                    ids = tool_format.text_ids(turn["content"])
+                    found = tool_format.parse(ids, [], tools).calls
+                    if tool_format.cut(ids, [])[0] < len(ids) or (calls and found != calls):
+                        text = turn["content"]
+                        raise ValueError(f"{text!r:.300} goes on after the end of the turn, or has other calls")
+                    calls = found
+                if tool_format.clean([turn], Origin.DATA) != [turn]:
+                    raise ValueError(f"{message.content!r:.100} has a token that begins or ends a message")
+                following = itertools.takewhile(lambda each: each.role == "tool", example[k + 1 :])
+                results = [ToolResult(tool_format.clean_text(each.content)) for each in following]
+                checks = (check_call(c, tools) if all_known or c.name in tools else c.error for c in calls)
+                mistakes = " ".join(filter(None, checks))
+                if mistakes or len(results) != len(calls):
+                    raise ValueError(
+                        f"{turn['content']!r:.200}: {len(calls)} calls, {len(results)} results. {mistakes}"
+                    )
+                read = tool_format.results(calls, results)
+                messages += [turn, *read]
+                texts += [*turn["content"].splitlines(), *(call.name for call in calls if "tool_calls" in turn)]
+                # As after a sampled turn, of which the generation prompt may open the thinking.
+                texts += [tool_format.suffix(calls, read).partition(tool_format.thinking[0])[0]] if read else []
+            shown = {**tool_format.prompt([*messages, ASK], {}), "tokenize": False}
+            rendered = tool_format.tokenizer.apply_chat_template(**shown)
+            for text in filter(None, map(str.strip, texts)):
+                _, found, rendered = rendered.partition(text)
+                if not found:
+                    raise ValueError(f"the chat template leaves out {text!r:.300}, or writes it differently later")
+        except Exception as error:  # whatever a template raises
+            raise ValueError(f"prompt_examples, example {number}: {error}") from error
+    return messages
 
 
 # The prompts of a batch: rollouts with the same prompt have it rendered and tokenised once.

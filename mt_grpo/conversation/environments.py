@@ -8,7 +8,7 @@ import inspect
 import logging
 import numbers
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import DataRow, Rows, is_image, with_own_keys
 from mt_grpo.conversation.tools.running import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.conversation.tools.signature import check_tool, named_tools
+from mt_grpo.conversation.tools.signature import check_tool, merged, named_tools
 from mt_grpo.images.pictures import (
     KNOWN,
     PictureId,
@@ -61,7 +61,7 @@ def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply
         fields = Reply.__dataclass_fields__
         reply = Reply(**(reply if isinstance(reply, dict) else {key: getattr(reply, key) for key in fields}))
         several = [key for key in REPLIES if getattr(reply, key)]
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError) as error:
         raise EnvironmentFailure(f"{where} returned {reply!r:.100}, expected a Reply or None: {error}.") from None
     if len(several) > 1:
         raise EnvironmentFailure(f"{where} returned a reply with {' and '.join(several)}. Set only one of them.")
@@ -192,16 +192,6 @@ def selected(tools: dict[str, Callable], names: list[str]) -> dict[str, Callable
     if unknown := [name for name in names if name not in tools]:
         raise ValueError(f"The row names the unknown tool {unknown[0]!r}. Known tools: {', '.join(tools) or 'none'}.")
     return {name: tools[name] for name in names}
-
-
-def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
-    """Merge groups of tools, name -> function. Raises `ValueError` if two have the same name."""
-    tools: dict[str, Callable] = {}
-    for tool in join(groups):
-        if tool.__name__ in tools:
-            raise ValueError(f"Two tools are called {tool.__name__!r}, one of them in {name}. Rename one.")
-        tools[tool.__name__] = tool
-    return tools
 
 
 def shares_state(call: ToolCall, rollout: Rollout, of_all: dict[str, Callable]) -> bool:

@@ -76,15 +76,7 @@ class ServerConnection:
     VERSION_SECONDS = 10.0  # that the server may take to say which weights it holds
 
     def __init__(
-        self,
-        base_url: str,
-        api_key: str | None,
-        timeout: float,
-        request_timeout: float,
-        engine: str = "vllm",
-        transport: str = "auto",
-        sync_dir: str | None = None,
-        group_port: int = 51216,
+        self, base_url: str, api_key: str | None, timeout: float, request_timeout: float, engine: str, *transfer: Any
     ):
         self.engine = engine_of(engine)
         self.base_url, credentials = split_server_url(base_url)
@@ -104,7 +96,7 @@ class ServerConnection:
         self._session: aiohttp.ClientSession | None = None  # of the background loop
         self._unsent: asyncio.Task | None = None  # the next question of `held_version`
         self._asking = asyncio.Lock()
-        self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
+        self.transfer = WeightTransfer(self, *transfer)
         allow_many_open_files()
 
     @property
@@ -313,16 +305,12 @@ class ServerConnection:
         ]
 
     async def held_version(self) -> str | None:
-        """The version of the weights that the server holds; None if it does not answer.
+        """The version of the weights that the server holds; None if it does not answer. On the background loop.
 
         All callers share a request that is sent after their calls. One at a time is under way.
         """
-
-        async def share() -> str | None:
-            self._unsent = self._unsent or asyncio.create_task(self._ask_version())
-            return await asyncio.shield(self._unsent)
-
-        return await run_on_thread(share(), LOOP_THREAD)
+        self._unsent = self._unsent or asyncio.create_task(self._ask_version())
+        return await asyncio.shield(self._unsent)
 
     async def _ask_version(self) -> str | None:
         url, timeout = f"{self.base_url}{self.engine.WEIGHTS}", aiohttp.ClientTimeout(total=self.VERSION_SECONDS)

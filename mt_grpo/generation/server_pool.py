@@ -338,7 +338,3 @@ class ServerPool:
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:
         """Server number -> the logprobs of `token_ids[1:]` from each of its engines (`ServerConnection.score`)."""
         return self.ask(lambda server: [server.score(token_ids, rank) for rank in server.engine.ranks(server)])
-
-    def samples(self, token_ids: list[int], max_tokens: int) -> dict[int, tuple[list[int], list[float]]]:
-        """Server number -> (ids, logprobs) that it samples after `token_ids` (`ServerConnection.sample_behind`)."""
-        return self.ask(lambda server: server.sample_behind(token_ids, max_tokens))

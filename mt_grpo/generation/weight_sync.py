@@ -254,7 +254,7 @@ class WeightSync:
         # vLLM 0.31 on a CPU ends if it scores a prompt with an adapter while conversations run.
         ids = self._probe_ids
         num_sampled = min(self.NUM_SAMPLED, self.servers.max_model_len - len(ids))
-        samples = on_main_process(lambda: self.servers.samples(ids, num_sampled))
+        samples = on_main_process(lambda: self.servers.ask(lambda server: server.sample_behind(ids, num_sampled)))
         gaps = {}
         for number, (sampled, theirs) in samples.items() if computes else ():
             ours = self._probe_logprobs(ids=[*ids, *sampled], sampled=True)[-len(sampled) :]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_grpo.base.fields import keys_that
-from mt_grpo.conversation.formats.choose import TOOL_FORMATS
-from mt_grpo.conversation.formats.hermes import HermesFormat
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS, HermesFormat
 from mt_grpo.recipe.parse import default_of
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.conversation.formats.choose import HermesFormat
 from mt_grpo.conversation.formats.control_tokens import cut_far_beyond
-from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.images.pictures import has_too_many
 from mt_grpo.rollout import Context, Message, Origin, Rollout, StopReason, Turn
 

@@ -85,28 +85,23 @@ def check_config(args: GRPOConfig) -> None:
         raise ValueError(f"optim={optimizer!r}: rollouts after an evaluation have its averages. Do not evaluate.")
     check_generation_kwargs(args, backend)
     if args.max_staleness:
-        check_staleness(args)
+        where, mode = f"max_staleness={args.max_staleness}", args.vllm_importance_sampling_mode
+        if backend != "server":
+            raise ValueError(f"{where} has no effect without a server. Set use_vllm: true and vllm_mode: server.")
+        if args.refill_groups and args.late_groups != "admit":
+            raise ValueError(f"{where} with refill_groups takes prompts of later batches. Set late_groups: admit.")
+        if not args.vllm_importance_sampling_correction or mode.startswith("sequence"):
+            raise ValueError(
+                f"{where} needs importance ratios of tokens. Set vllm_importance_sampling_correction: true and "
+                "vllm_importance_sampling_mode: token_truncate or token_mask."
+            )
+        if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
+            raise ValueError(f"{where} needs steps_per_generation to be a multiple of gradient_accumulation_steps.")
     if args.old_logps is None and args.max_staleness > 2:
         clips = args.loss_type in CLIPPED_LOSSES and args.importance_sampling_level == "token"
         args.old_logps = "sampled" if clips else "policy"
     if args.old_logps == "sampled" and (reason := why_not_sampled(args)):
         raise ValueError(f"old_logps: sampled: {reason}. Set old_logps: policy, or change this.")
-
-
-def check_staleness(args: GRPOConfig) -> None:
-    """Raise `ValueError` if the settings do not allow `max_staleness`."""
-    where, mode = f"max_staleness={args.max_staleness}", args.vllm_importance_sampling_mode
-    if backend_of(args) != "server":
-        raise ValueError(f"{where} has no effect without a server. Set use_vllm: true and vllm_mode: server.")
-    if args.refill_groups and args.late_groups != "admit":
-        raise ValueError(f"{where} with refill_groups takes prompts of later batches. Set late_groups: admit.")
-    if not args.vllm_importance_sampling_correction or mode.startswith("sequence"):
-        raise ValueError(
-            f"{where} needs importance ratios of tokens. Set vllm_importance_sampling_correction: true and "
-            "vllm_importance_sampling_mode: token_truncate or token_mask."
-        )
-    if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
-        raise ValueError(f"{where} needs steps_per_generation to be a multiple of gradient_accumulation_steps.")
 
 
 def why_not_sampled(args: GRPOConfig) -> str | None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import pkgutil
 import sys
@@ -227,9 +226,7 @@ def load_tools(path: str | None) -> list[Callable]:
         return []
     path = absolute(path)
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    if inspect.iscoroutinefunction(check := getattr(tools_module(path), "CHECK_TOOLS", lambda: None)):
-        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
-    check()
+    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
     return tools
 
 

@@ -85,7 +85,7 @@ def reward_metrics(logged: torch.Tensor, reward: torch.Tensor, names: list[str])
 def log_rewards(metrics: dict[str, list[float]], batch: Batch, names: list[str]) -> None:
     """Log `reward_metrics` in place of TRL's, which count numbers of weight 0 and rollouts without a score."""
     for name, value in reward_metrics(batch.logged, batch.reward, names).items():
-        metrics[name] = metrics[name][: None if "frac" in name else -1] + [value]
+        metrics[name] = metrics[name][: None if name.rpartition("/")[2].startswith("frac") else -1] + [value]
 
 
 class EvaluationMetrics:
@@ -96,7 +96,7 @@ class EvaluationMetrics:
     """
 
     def __init__(self):
-        self.columns: list[torch.Tensor] = []  # of each batch, (N, 16)
+        self.columns: list[torch.Tensor] = []  # of each batch, (N, 14)
         self.rewards: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each batch: (N, F) and (N,)
 
     def add(self, metrics: dict[str, list[float]], batch: Batch, total: int | None) -> None:

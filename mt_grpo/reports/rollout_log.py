@@ -230,7 +230,8 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], pictures: Iterable[Pi
     try:
         write_rows(path, rows)
         if path.stat().st_size >= SEGMENT_BYTES:
-            close_segment(path)
+            rank = int(SEGMENT.fullmatch(path.name)[1])
+            path.rename(path.with_name(f"{path.stem}.{max(segments(path.parent)[rank]):05d}.jsonl"))
         save_images(path.parent / IMAGE_FOLDER, pictures)
     except (OSError, TypeError, ValueError, RecursionError) as error:
         logger.warning(f"Step {rows[0]['step']}: the rollouts could not be written: {error}. Training continues.")
@@ -271,15 +272,7 @@ def segments(folder: Path) -> dict[int, dict[int, Path]]:
         if match := SEGMENT.fullmatch(path.name):
             files = of_rank.setdefault(int(match[1]), {})
             files[int(match[2] or max(files, default=0) + 1)] = path
-        elif path.suffix == ".gz":
-            tell_once(f"{path} is of an earlier version and is not read. Decompress it with gunzip.")
     return dict(sorted(of_rank.items()))
-
-
-def close_segment(path: Path) -> None:
-    """Give the open segment its number."""
-    rank = int(SEGMENT.fullmatch(path.name)[1])
-    path.rename(path.with_name(f"{path.stem}.{max(segments(path.parent)[rank]):05d}.jsonl"))
 
 
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:

@@ -116,8 +116,6 @@ class ResumableTrainer(GRPOTrainer):
 
     def _go_on_from(self, path: Path) -> TrainerState:
         """Say from which step the run goes on, and what it changes. Returns the checkpoint's state."""
-        if (path / "mt_grpo_in_flight.json").exists():
-            raise ValueError(f"{path} is of an older version. Resume it with that one.")
         state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
         self._saved[state.global_step] = path
         if self.accelerator.is_main_process:

@@ -184,8 +184,6 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
         name = get_callable_name(func)
         if isinstance(func, torch.nn.Module):
             raise ValueError(f"Reward {name} is a model. Write a function that runs it, or asks it over HTTP.")
-        if max(sum(func is other for other in funcs) for funcs in (turn_funcs, outcome_funcs)) > 1:
-            raise ValueError(f"Reward {name} is twice in one list. Set turn_reward_weights or outcome_reward_weights.")
         if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
             raise ValueError(f"Reward {name} takes no **kwargs. Add it: every dataset column is passed by name.")
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.tools.results import as_result
+from mt_grpo.conversation.tools.running import as_result
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.images.pictures import reader_of
 from mt_grpo.images.reader import inputs_of_rows

@@ -8,8 +8,8 @@ from scripted import ANSWER, CHATML_TOKENIZER, Scripted
 from test_formats import EVERY_FAMILY, TOOLS, TWO, native
 from test_trainer import settings
 
+from mt_grpo.conversation.conversations import read_prompt_examples, written_examples
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
-from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
 from mt_grpo.rollout import ToolResult, join
 from mt_grpo.training.shared_prompts import SharedRow
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv

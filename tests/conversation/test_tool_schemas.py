@@ -27,8 +27,7 @@ from test_formats import tokenizer_of
 from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
-from mt_grpo.conversation.formats.choose import TOOL_FORMATS
-from mt_grpo.conversation.formats.hermes import typed
+from mt_grpo.conversation.formats.choose import TOOL_FORMATS, typed
 from mt_grpo.conversation.tools.signature import (
     as_tool,
     check_schema,

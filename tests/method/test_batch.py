@@ -162,8 +162,9 @@ def test_numerics_are_counted_by_turn_and_by_depth():
     first = {"prompt_mask": torch.ones(1, 3), "turn_ids": torch.tensor([[0, 0, -1, 1, 1, -1]])}
     trained = torch.tensor([[True, True, False, True, True, False]])
     depth.add(first, trained, x=torch.tensor([[1.0, 3.0, 9.0, 4.0, 8.0, 9.0]]))
-    depth.add({"prompt_mask": torch.ones(1, 8), "turn_ids": torch.tensor([[4, -1]])}, torch.tensor([[True, False]]),
-              x=torch.tensor([[5.0, 9.0]]), logp_difference=torch.tensor([[0.25, 9.0]]))  # fmt: skip
+    second = {"prompt_mask": torch.ones(1, 8), "turn_ids": torch.tensor([[4, -1]])}
+    values = {"x": torch.tensor([[5.0, 9.0]]), "logp_difference": torch.tensor([[0.25, 9.0]])}
+    depth.add(second, torch.tensor([[True, False]]), **values)
     assert depth.metrics(accelerator) == {}  # one turn has a difference
     assert depth.lines["by_turn/x"] == [2.0, 6.0, None, None, 5.0]
     assert depth.lines["by_depth/x"] == [None, 1.0, (3.0 + 4.0 + 8.0) / 3, 5.0]  # 3, 4, 6, 7 and 8 tokens before them

@@ -233,7 +233,6 @@ def test_an_answer_is_shared_by_who_asked_before_it_was_sent(proxy, client):
 
     proxy.faults = rule
     assert run_async(story()) == ["v-1", "v-1", "v-2", "v-2"] and questions(proxy) == 2
-    assert asyncio.run(client.held_version()) == "v-3"  # another event loop
 
 
 @pytest.mark.parametrize("key", [None, "secret"])

@@ -33,7 +33,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.errors import RunError
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.prompt_examples import read_prompt_examples
+from mt_grpo.conversation.conversations import read_prompt_examples
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
@@ -760,7 +760,6 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     [
         ("TOOLS = []", "has nothing in TOOL_FUNCTIONS or ENVIRONMENT"),
         ("TOOL_FUNCTIONS = []", "has nothing in"),
-        (TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         (TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
     ],
 )

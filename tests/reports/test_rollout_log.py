@@ -185,15 +185,14 @@ def fill(path, numbers):
         write_rollouts(path, [{"step": number, "text": "x" * 100}])
 
 
-def test_no_row_is_lost_where_a_segment_is_closed(tmp_path, monkeypatch, caplog):
-    (tmp_path / "rollouts.rank0.00000.jsonl.gz").touch()  # of an earlier version
+def test_no_row_is_lost_where_a_segment_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
     path, first = tmp_path / "rollouts.rank0.jsonl", tmp_path / "rollouts.rank0.00001.jsonl"
     fill(path, range(3))
     path.rename(first)  # killed before the next segment was opened
     assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 1, 2]
     fill(path, range(3, 12))
-    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12)) and "gunzip" in caplog.text
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
 
 
 def test_what_a_kill_or_a_model_leaves_takes_no_other_line_with_it(tmp_path, caplog):

@@ -76,13 +76,6 @@ def test_a_checkpoint_of_a_model_alone_is_refused(copy, part):
         MTGRPOConfig(str(copy / "out"), resume_from_checkpoint="last", bf16=False, use_cpu=True)
 
 
-def test_a_checkpoint_of_an_older_version_is_refused(random_model, copy):
-    """Its prompts in flight would be lost."""
-    (copy / "out/checkpoint-2/mt_grpo_in_flight.json").write_text("{}")
-    with pytest.raises(ValueError, match="checkpoint-2 is of an older version"):
-        make_trainer(random_model, copy).train(resume_from_checkpoint=str(copy / "out/checkpoint-2"))
-
-
 # What is otherwise
 
 

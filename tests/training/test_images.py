@@ -22,7 +22,7 @@ from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.formats.control_tokens import cut_to_tokens
-from mt_grpo.conversation.tools.results import as_result
+from mt_grpo.conversation.tools.running import as_result
 from mt_grpo.generation.weights import why_model_merges
 from mt_grpo.images import pictures
 from mt_grpo.images.forward import features_of, forbid, inputs_of_requests

@@ -254,12 +254,6 @@ def test_the_main_outcome_is_the_one_that_counts_most_also_against():
     assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
 
 
-def test_the_same_reward_twice_is_refused():
-    with pytest.raises(ValueError, match="Reward judged is twice in one list"):
-        check_rewards([judged], [judged, length, judged])
-    check_rewards([judged], [judged])  # of two kinds
-
-
 @pytest.mark.parametrize("number", [torch.ones(2), "1", 10**400, float("inf"), [1.0]])
 def test_what_is_no_number_is_told_by_the_rewards_name(number):
     rollouts = [Rollout([], [])]

@@ -1,6 +1,5 @@
 """Functions as tools.
 
-results       a result or an error as text
 signature     what the model reads of a tool; a call checked against it
-running       running a tool within its time: on the event loop or in a thread
+running       running a tool within its time: on the event loop or in a thread; a result or an error as text
 """

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.conversation.tools.results import json_form
+from mt_grpo.conversation.tools.running import json_form
 from mt_grpo.rollout import Origin, ToolCall
 
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
@@ -229,13 +229,20 @@ def fill_in_tools(system_prompt: str, tools: dict[str, Callable], tokenizer: Any
 
 def named_tools(tools: Iterable) -> dict[str, Callable]:
     """Convert tools to functions by name. Raises `ValueError` for an invalid tool, and for two of the same name."""
-    named: dict[str, Callable] = {}
-    for tool in map(as_tool, tools):
+    tools = list(map(as_tool, tools))
+    for tool in tools:
         check_tool(tool)
-        if tool.__name__ in named:
-            raise ValueError(f"Two tools are called {tool.__name__!r}. The model could not tell them apart.")
-        named[tool.__name__] = tool
-    return named
+    return merged("the list of tools", tools)
+
+
+def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
+    """Merge groups of tools, name -> function. Raises `ValueError` if two have the same name."""
+    tools: dict[str, Callable] = {}
+    for tool in (tool for group in groups for tool in group):
+        if tool.__name__ in tools:
+            raise ValueError(f"Two tools are called {tool.__name__!r}, one of them in {name}. Rename one.")
+        tools[tool.__name__] = tool
+    return tools
 
 
 def check_tool(tool: Callable) -> None:

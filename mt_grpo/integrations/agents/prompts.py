@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.conversation.formats.choose import HermesFormat, call_id, plain_name
 from mt_grpo.conversation.formats.control_tokens import check_names, forbidden_in, neutralise_json
-from mt_grpo.conversation.formats.hermes import HermesFormat, call_id, plain_name
 from mt_grpo.integrations.agents.messages import refuse, tool_call
 from mt_grpo.integrations.session import tools_by_name
 from mt_grpo.rollout import Message, Origin, ToolCall

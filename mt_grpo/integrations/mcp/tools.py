@@ -11,7 +11,7 @@ from typing import Any
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop, gather_all, run_on_thread
-from mt_grpo.conversation.tools.results import ResultInParts
+from mt_grpo.conversation.tools.running import ResultInParts
 from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.integrations.mcp.servers import LOOP, McpServer, McpToolError, read_servers, servers_to_close
 

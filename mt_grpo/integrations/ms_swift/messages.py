@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.conversation.formats.choose import call_id, plain_name
 from mt_grpo.conversation.formats.control_tokens import AUTHORS, neutralise_messages
-from mt_grpo.conversation.formats.hermes import call_id, plain_name
 from mt_grpo.images.messages import mark_of, marks_replaced, own_image, refuse_images
 from mt_grpo.images.pictures import Picture, images_of, is_image_part, reader_of, why_none
 from mt_grpo.integrations.acting import behind_thinking

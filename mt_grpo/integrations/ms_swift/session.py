@@ -13,7 +13,7 @@ import secrets
 from typing import Any, NamedTuple
 
 from mt_grpo.base.errors import error_line, tell_once
-from mt_grpo.conversation.formats.hermes import call_id
+from mt_grpo.conversation.formats.choose import call_id
 from mt_grpo.images.pictures import Picture
 from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import RequestImages, prefill_of, read_messages, rendered

@@ -15,7 +15,7 @@ from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import run_async, run_on_thread
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
-from mt_grpo.conversation.tools.results import as_text
+from mt_grpo.conversation.tools.running import as_text
 from mt_grpo.integrations.acting import as_method, said, tagged
 from mt_grpo.integrations.checks import check_tool_format
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn

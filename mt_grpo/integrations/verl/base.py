@@ -11,7 +11,7 @@ from typing import Any
 
 from mt_grpo.base.event_loop import run_on_thread
 from mt_grpo.conversation.environments import is_number
-from mt_grpo.conversation.tools.results import ResultInParts, as_text
+from mt_grpo.conversation.tools.running import ResultInParts, as_text
 from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.integrations.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.rollout import ToolResult

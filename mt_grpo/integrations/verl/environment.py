@@ -16,7 +16,7 @@ from typing import Any
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.conversation.environments import METHODS, is_number
-from mt_grpo.conversation.tools.results import ResultInParts
+from mt_grpo.conversation.tools.running import ResultInParts
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.images.reader import readable_messages
 from mt_grpo.integrations.acting import as_method
