@@ -3,6 +3,7 @@
     python scripts/bench/step.py             # all shapes; docs/results/step.json and the section of docs/speed.md
     python scripts/bench/step.py --short     # smaller, under 10 minutes; runs/bench_step_short.json
     python scripts/bench/step.py --report    # only the section of docs/speed.md, from docs/results/step.json
+    python scripts/bench/step.py --shapes agents    # one shape; the results of the others are kept
 
 Two processes have one trainer each, built once from the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns, never at once, and the order changes from pair to pair. Memory is measured after that, in two
@@ -17,6 +18,10 @@ conversations, prepared anew for each step while nothing is timed. What is fair 
 - Rendering prompts, parsing calls, running tools and pushing weights are in neither time.
 - Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
   rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
+
+The shape `agents` compares the trainer here with itself: TRL's cannot train rollouts of several records. `turns` and
+`records` have `share_prompts: false` and a row for each turn with all that it read, or for each record. Each row is
+computed alone, without padding, and no side has a pass for old logprobs. Gradients are those of the first step.
 """
 
 import contextlib
@@ -39,18 +44,20 @@ from unittest.mock import patch
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench import common
 from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch, table
 from bench.sync import SIZES
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 SIDES = ("trl", "ours")
-CONTEXT = 4096  # tokens
+CONTEXT = 2**15  # tokens
 # `tokens`: on average per rollout, tool results included. `lengths`: `even` from 0.6 to 1.4 times that; `normal` as in
 # a step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
 # of one of TRL's passes; 0: all. `model`: see `build_model`. `G`: rollouts of a prompt. `warm_up`: pairs that are not
 # counted. `short`: changes by --short, None: it is left out. `settle`: steps of a side before the one that counts,
 # since after one of the other process a short step takes up to half as long again.
+# `turns` of long agents, a row of figures for each number; `results`: the fewest and most tokens of a result.
 DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "G": 8, "warm_up": 1, "settle": 0}
 SHAPES: dict[str, dict[str, Any]] = {
     "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "pairs": 16,
@@ -61,7 +68,16 @@ SHAPES: dict[str, dict[str, Any]] = {
                "rows": 8, "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
              "pairs": 2, "short": None},
+    "agents": {"title": "long agents", "rollouts": 8, "prompt": 1500, "results": (200, 2000), "turns": (10, 20, 30),
+               "pairs": 2, "short": {"prompt": 200, "results": (20, 100), "turns": (10,), "pairs": 1}},
 }  # fmt: skip
+
+DENSE = {"share_prompts": False, "max_tokens_per_pass": 1, "vllm_importance_sampling_correction": False}
+AGENTS = {  # the sides of long agents: what their rows are, and changed settings
+    "turns": ("one per turn", DENSE),
+    "records": ("one per record", DENSE),
+    "ours": ("shared", {**DENSE, "share_prompts": True, "max_tokens_per_pass": 2**15}),
+}
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
 # more or less often by chance: page faults that made a step up to a tenth slower in one process than in the other.
@@ -139,6 +155,53 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
     }
 
 
+def make_agents(shape: Shape, num_turns: int) -> list[Conversation]:
+    """A group of an agent's rollouts, in random ids: schemas in the prompt, and a result after all turns but the last.
+
+    All share the first quarter of their turns. Half of them share all turns up to a third, where each history is
+    compacted to the prompt, a summary and two results; after two thirds it is compacted again.
+    """
+    rng = random.Random(num_turns)
+
+    def ids(least: int, most: int) -> list[int]:
+        return [rng.randrange(3, 399) for _ in range(rng.randint(least, most))]
+
+    def turn(last: bool = False) -> dict[str, Any]:
+        token_ids, read = ids(40, 80), {"call": {"expression": "1"}, "messages": [{"role": "tool", "content": "1"}]}
+        read = {"call": None, "messages": []} if last else read
+        seen = [] if last else ids(*shape["results"])
+        return {
+            "token_ids": token_ids,
+            "logprobs": [-6.0] * len(token_ids),
+            "result": "1",
+            "observation_ids": seen,
+        } | read
+
+    prompt, first, conversations = ids(*[shape["prompt"]] * 2), [turn() for _ in range(num_turns // 3)], []
+    for index in range(shape["rollouts"]):
+        turns = [dict(each) for each in first[: None if index % 2 else num_turns // 4]]
+        turns += [turn(last=k == num_turns - 1) for k in range(len(turns), num_turns)]
+        for k in (num_turns // 3, num_turns * 2 // 3):
+            last_results = turns[k - 2]["observation_ids"] + turns[k - 1]["observation_ids"]
+            turns[k]["context"] = prompt + ids(300, 300) + last_results
+        message = [{"role": "user", "content": "?"}]
+        conversations.append({"prompt": message, "prompt_ids": prompt, "turns": turns, "answer": "1"})
+    return conversations
+
+
+def a_record_per_turn(conversations: list[Conversation]) -> list[Conversation]:
+    """The same conversations, in which each turn begins a record of its own, with all that it read."""
+    found = []
+    for conversation in conversations:
+        read, turns = conversation["prompt_ids"], []
+        for turn in conversation["turns"]:
+            read = turn.get("context", read)
+            turns.append({**turn, "context": read, "observation_ids": []})
+            read = read + turn["token_ids"] + turn["observation_ids"]
+        found.append({**conversation, "turns": turns})
+    return found
+
+
 def as_rollouts(conversations: list[Conversation]) -> list:
     """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step.
 
@@ -178,7 +241,7 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 
 def turn_reward(rollout_turns: list[list], **kwargs) -> list[list[float | None]]:
     """One number per turn that called."""
-    return [[len(t.token_ids) % 5 / 5 if t.observation_ids else None for t in turns] for turns in rollout_turns]
+    return [[len(t.token_ids) % 5 / 5 if t.calls else None for t in turns] for turns in rollout_turns]
 
 
 def rollout_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
@@ -187,7 +250,7 @@ def rollout_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
 
 
 def outcome_reward(completion_ids: list[list[int]], answer: list[str], **kwargs) -> list[float]:
-    return [float((len(ids) + len(gold)) % 2) for ids, gold in zip(completion_ids, answer)]
+    return [float((sum(ids[-8:]) + len(gold)) % 2) for ids, gold in zip(completion_ids, answer)]
 
 
 def build_model(shape: Shape) -> Any:
@@ -268,15 +331,16 @@ class Finished(Exception):
     """The parent asks for no further step."""
 
 
-def make_meter(connection: Any) -> Any:
+def make_meter(connection: Any, keeps_gradient: bool) -> Any:
     """A callback that takes a step when the parent sends "step", and answers with what it cost.
 
-    To "report" it answers with the memory. The parent closes the connection at the end.
+    To "report" it answers with the memory, and the first gradient if that is kept. The parent closes the connection at
+    the end.
     """
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
-        prepare = batch = trainer = timing = None
+        prepare = batch = trainer = timing = gradient = None
 
         def on_step_begin(self, args, state, control, **kwargs):
             if self.timing is not None:
@@ -291,9 +355,13 @@ def make_meter(connection: Any) -> Any:
                     raise Finished from None
                 if command == "step":
                     break
-                connection.send({"peak_mib": memory("VmHWM") / 2**20})
+                connection.send({"peak_mib": memory("VmHWM") / 2**20, "gradient": self.gradient})
             self.timing = contextlib.ExitStack()
             self.seconds = self.timing.enter_context(stopwatch())
+
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            if keeps_gradient and self.gradient is None:
+                self.gradient = [parameter.grad.numpy().copy() for parameter in model.parameters()]
 
         def computed(self) -> int:
             """Tokens that the passes of the last step read; 0 where they are TRL's."""
@@ -311,9 +379,11 @@ def serve(side: str, shape: Shape, conversations: list[Conversation], threads: i
 
     disable_progress_bar()
     torch.set_num_threads(threads)
+    conversations = a_record_per_turn(conversations) if side == "turns" else conversations
     with tempfile.TemporaryDirectory(prefix="bench-step-", ignore_cleanup_errors=True) as folder:
-        meter = make_meter(connection)
-        meter.trainer = build_trainer(side, shape, conversations, folder, meter)
+        meter = make_meter(connection, keeps_gradient="turns" in shape)
+        changes = AGENTS[side][1] if "turns" in shape else {}
+        meter.trainer = build_trainer(side, shape, conversations, folder, meter, **changes)
         with contextlib.suppress(Finished):
             meter.trainer.train()
 
@@ -348,7 +418,7 @@ def both_sides(
         return ask
 
     with contextlib.ExitStack() as stack:
-        yield {name: start(name) for name in SIDES}
+        yield {name: start(name) for name in (AGENTS if "turns" in shape else SIDES)}
 
 
 # -- Pairs --
@@ -388,6 +458,36 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     }
 
 
+def run_agents(shape: Shape, threads: int) -> list[dict[str, Any]]:
+    """A row of figures for each number of turns."""
+    import numpy as np
+
+    rows = []
+    for num_turns in shape["turns"]:
+        conversations, taken = make_agents(shape, num_turns), []
+        with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
+            for number in range(shape["pairs"]):
+                taken.append({name: sides[name]("step") for name in [*sides][:: 1 if number % 2 == 0 else -1]})
+                print(f"{shape['title']}, {num_turns} turns: {taken[-1]}", flush=True)
+            reports = {name: ask("report") for name, ask in sides.items()}
+        computed = {"ours": taken[-1]["ours"]["computed"]}
+        for name, made in (("turns", a_record_per_turn(conversations)), ("records", conversations)):
+            records = [record for rollout in as_rollouts(made) for record in rollout.records]
+            computed[name] = sum(len(record.prompt_ids) + len(record.completion_ids) for record in records)
+        ours, dense = (np.concatenate([x.ravel() for x in reports[name]["gradient"]]) for name in ("ours", "turns"))
+        trained = sum(len(turn["token_ids"]) for each in conversations for turn in each["turns"])
+        rows.append({
+            "turns": num_turns,
+            "per_trained": {name: computed[name] / trained for name in sides},
+            "seconds": {name: statistics.median(each[name]["wall"] for each in taken) for name in sides},
+            "ratio": {name: statistics.geometric_mean(each[name]["wall"] / each["ours"]["wall"] for each in taken)
+                      for name in sides},
+            "peak_mib": {name: report["peak_mib"] for name, report in reports.items()},
+            "difference": float(abs(ours - dense).max() / abs(dense).max()),
+        })  # fmt: skip
+    return rows
+
+
 def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB)."""
     ratios, seconds = {}, {side: {} for side in SIDES}
@@ -417,7 +517,7 @@ def section(results: dict[str, Any]) -> str:
     ]
     head = "batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds"
     rows = []
-    for row in results["shapes"].values():
+    for row in (row for name, row in results["shapes"].items() if name != "agents"):
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
         wall, cpu = (
             f"{1 / ratio[kind]['median']:.2f} ({1 / ratio[kind]['max']:.2f} to {1 / ratio[kind]['min']:.2f})"
@@ -428,24 +528,66 @@ def section(results: dict[str, Any]) -> str:
             f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
             f"{peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {each['trl']:.1f}, {each['ours']:.1f}"
         )
-    return "\n".join([*lines, *table(f"{head} | peak memory | computed", rows)])
+    lines = [*lines, *table(f"{head} | peak memory | computed", rows)] if rows else []
+    return "\n\n".join(filter(None, ["\n".join(lines), section_of_agents(results["shapes"].get("agents", []))]))
+
+
+def section_of_agents(rows: list[dict[str, Any]]) -> str:
+    """The table of long agents, one row per number of turns."""
+    if not rows:
+        return ""
+    lines = [
+        "**Long agents**: eight rollouts of one prompt with 1,500 tokens of schemas, results of 200 to 2,000 tokens, "
+        "first turns in common, histories compacted twice. Rows are shared, or computed alone without padding "
+        "(`share_prompts: false`): one per turn with all that it read, or one per record. TRL's trainer has none for "
+        "rollouts of several records. *Computed*: tokens per trained token. *Shared rows*: how many times as fast. "
+        "The gradients of shared rows and of rows per turn differ by at most "
+        f"{max(row['difference'] for row in rows):.0e} of the largest entry.",
+        "",
+        "![Tokens computed per trained token, and seconds of a step, over the turns of a rollout](step_agents.png)",
+        "",
+    ]
+    cells = (
+        f"{row['turns']} | {label} | {row['per_trained'][name]:.1f} | {row['seconds'][name]:,.1f} s | "
+        f"{row['ratio'][name]:.1f} | {row['peak_mib'][name]:,.0f} MiB"
+        for row in rows
+        for name, (label, _) in AGENTS.items()
+    )
+    return "\n".join([*lines, *table("turns | rows | computed | a step | shared rows | peak memory", cells)])
+
+
+def plot_agents(rows: list[dict[str, Any]], path: Path) -> None:
+    """Two panels over the number of turns, a line for each side."""
+    figure, axes = common.pyplot().subplots(1, 2, figsize=(7.5, 2.8))
+    turns = [row["turns"] for row in rows]
+    for axis, key, title in zip(axes, ("per_trained", "seconds"), ("tokens computed per trained token", "seconds")):
+        for (name, (label, _)), colour in zip(AGENTS.items(), ("#777777", "#E69F00", "#0072B2")):
+            axis.plot(turns, [row[key][name] for row in rows], marker="o", color=colour, label=label)
+        axis.set(title=title, xlabel="turns of a rollout", ylim=(0, None), xticks=turns)
+    axes[0].legend(fontsize=8)
+    common.save_picture(figure, path)
 
 
 FRAME = Frame("step", section)
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = FRAME.parse(__doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone")
+    chosen = {"nargs": "+", "choices": SHAPES, "help": "default: all"}
+    options = FRAME.parse(__doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone", shapes=chosen)
     if options is None:
         return
     threads = min(2, len(os.sched_getaffinity(0)))  # of each process
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
     os.environ |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "20000", "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    shapes = {name: {**DEFAULTS, **shape} for name, shape in SHAPES.items() if not options.short or shape["short"]}
+    shapes = {name: {**DEFAULTS, **SHAPES[name]} for name in options.shapes or SHAPES}
     if options.short:
-        shapes = {name: {**shape, **shape["short"]} for name, shape in shapes.items()}
-    rows = {name: run_shape(shape, threads) for name, shape in shapes.items()}
+        shapes = {name: {**shape, **shape["short"]} for name, shape in shapes.items() if shape["short"]}
+    rows = {name: (run_agents if "turns" in shape else run_shape)(shape, threads) for name, shape in shapes.items()}
+    if "agents" in rows:
+        plot_agents(rows["agents"], (ROOT / "runs" if options.short else ROOT / "docs") / "step_agents.png")
+    if options.shapes and not options.short:
+        rows = {**json.loads(FRAME.results.read_text(encoding="utf-8"))["shapes"], **rows}
     FRAME.finish(rounded({"machine": machine(), "threads": threads, "shapes": rows}, 5), options.short)
 
 
