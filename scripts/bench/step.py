@@ -19,9 +19,8 @@ conversations, prepared anew for each step while nothing is timed. What is fair 
 - Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
   rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
 
-The shape `agents` compares the trainer here with itself: TRL's cannot train rollouts of several records. `turns` and
-`records` have `share_prompts: false` and a row for each turn with all that it read, or for each record. Each row is
-computed alone, without padding, and no side has a pass for old logprobs. Gradients are those of the first step.
+Shape `agents`: TRL's trainer has no rows for several records, so shared rows are compared with a row per turn and one
+per record, computed one by one without padding. No side has a pass for old logprobs. Our first step is left out.
 """
 
 import contextlib
@@ -56,8 +55,7 @@ CONTEXT = 2**15  # tokens
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
 # of one of TRL's passes; 0: all. `model`: see `build_model`. `G`: rollouts of a prompt. `warm_up`: pairs that are not
 # counted. `short`: changes by --short, None: it is left out. `settle`: steps of a side before the one that counts,
-# since after one of the other process a short step takes up to half as long again.
-# `turns` of long agents, a row of figures for each number; `results`: the fewest and most tokens of a result.
+# since after one of the other process a short step takes up to half as long again. `results`: tokens of a result.
 DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "G": 8, "warm_up": 1, "settle": 0}
 SHAPES: dict[str, dict[str, Any]] = {
     "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "pairs": 16,
@@ -72,12 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                "pairs": 2, "short": {"prompt": 200, "results": (20, 100), "turns": (10,), "pairs": 1}},
 }  # fmt: skip
 
-DENSE = {"share_prompts": False, "max_tokens_per_pass": 1, "vllm_importance_sampling_correction": False}
-AGENTS = {  # the sides of long agents: what their rows are, and changed settings
-    "turns": ("one per turn", DENSE),
-    "records": ("one per record", DENSE),
-    "ours": ("shared", {**DENSE, "share_prompts": True, "max_tokens_per_pass": 2**15}),
-}
+AGENTS = {"turns": "one per turn", "records": "one per record", "ours": "shared"}  # sides of `agents`: their rows
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
 # more or less often by chance: page faults that made a step up to a tenth slower in one process than in the other.
@@ -156,50 +149,41 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
 
 
 def make_agents(shape: Shape, num_turns: int) -> list[Conversation]:
-    """A group of an agent's rollouts, in random ids: schemas in the prompt, and a result after all turns but the last.
+    """A group of an agent's rollouts, in random ids. All share the first quarter of their turns.
 
-    All share the first quarter of their turns. Half of them share all turns up to a third, where each history is
-    compacted to the prompt, a summary and two results; after two thirds it is compacted again.
+    Half of them share a third. There, and after two thirds, a history becomes the prompt, a summary and two results.
     """
     rng = random.Random(num_turns)
 
     def ids(least: int, most: int) -> list[int]:
         return [rng.randrange(3, 399) for _ in range(rng.randint(least, most))]
 
-    def turn(last: bool = False) -> dict[str, Any]:
-        token_ids, read = ids(40, 80), {"call": {"expression": "1"}, "messages": [{"role": "tool", "content": "1"}]}
-        read = {"call": None, "messages": []} if last else read
-        seen = [] if last else ids(*shape["results"])
-        return {
-            "token_ids": token_ids,
-            "logprobs": [-6.0] * len(token_ids),
-            "result": "1",
-            "observation_ids": seen,
-        } | read
+    def turn() -> dict[str, Any]:
+        sampled, seen = ids(40, 80), ids(*shape["results"])
+        made = {"token_ids": sampled, "logprobs": [-6.0] * len(sampled), "observation_ids": seen}
+        return made | {"call": {"expression": "1"}, "result": "1", "messages": [{"role": "tool", "content": "1"}]}
 
     prompt, first, conversations = ids(*[shape["prompt"]] * 2), [turn() for _ in range(num_turns // 3)], []
     for index in range(shape["rollouts"]):
         turns = [dict(each) for each in first[: None if index % 2 else num_turns // 4]]
-        turns += [turn(last=k == num_turns - 1) for k in range(len(turns), num_turns)]
+        turns += [turn() for _ in range(num_turns - len(turns))]
+        turns[-1] |= {"call": None, "messages": [], "observation_ids": []}
         for k in (num_turns // 3, num_turns * 2 // 3):
             last_results = turns[k - 2]["observation_ids"] + turns[k - 1]["observation_ids"]
             turns[k]["context"] = prompt + ids(300, 300) + last_results
-        message = [{"role": "user", "content": "?"}]
-        conversations.append({"prompt": message, "prompt_ids": prompt, "turns": turns, "answer": "1"})
+        conversation = {"prompt": [{"role": "user", "content": "?"}], "prompt_ids": prompt, "answer": "1"}
+        conversations.append({**conversation, "turns": turns})
     return conversations
 
 
-def a_record_per_turn(conversations: list[Conversation]) -> list[Conversation]:
-    """The same conversations, in which each turn begins a record of its own, with all that it read."""
-    found = []
+def give_turns_records(conversations: list[Conversation]) -> None:
+    """Have each turn begin a record of its own, with all that it read."""
     for conversation in conversations:
-        read, turns = conversation["prompt_ids"], []
+        read = conversation["prompt_ids"]
         for turn in conversation["turns"]:
-            read = turn.get("context", read)
-            turns.append({**turn, "context": read, "observation_ids": []})
-            read = read + turn["token_ids"] + turn["observation_ids"]
-        found.append({**conversation, "turns": turns})
-    return found
+            turn["context"] = turn.get("context", read)
+            read = turn["context"] + turn["token_ids"] + turn["observation_ids"]
+            turn["observation_ids"] = []
 
 
 def as_rollouts(conversations: list[Conversation]) -> list:
@@ -231,9 +215,8 @@ def as_rollouts(conversations: list[Conversation]) -> list:
 def as_lists(conversations: list[Conversation]) -> dict[str, list]:
     """Convert conversations to the return value of TRL's `rollout_func`, in fresh lists."""
     rollouts = as_rollouts(conversations)
-    names = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "logprobs": "logprobs"}
-    names["env_mask"] = "loss_mask"
-    return {name: [getattr(rollout, key) for rollout in rollouts] for name, key in names.items()}
+    keys = ("prompt_ids", "completion_ids", "logprobs", "loss_mask")
+    return {key.replace("loss", "env"): [getattr(rollout, key) for rollout in rollouts] for key in keys}
 
 
 # -- One side: a process with one trainer --
@@ -327,16 +310,12 @@ def build_trainer(side: str, shape: Shape, conversations: list, folder: str, met
     return trainer
 
 
-class Finished(Exception):
-    """The parent asks for no further step."""
-
-
-def make_meter(connection: Any, keeps_gradient: bool) -> Any:
+def make_meter(side: str, connection: Any, keeps_gradient: bool) -> Any:
     """A callback that takes a step when the parent sends "step", and answers with what it cost.
 
-    To "report" it answers with the memory, and the first gradient if that is kept. The parent closes the connection at
-    the end.
+    To "report" it answers with the memory and, if kept, the first gradient. The parent closes it at the end.
     """
+    import numpy as np
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
@@ -348,23 +327,22 @@ def make_meter(connection: Any, keeps_gradient: bool) -> Any:
                 connection.send({**self.seconds, "computed": self.computed()})
             self.batch = self.prepare()
             gc.collect()  # what preparing left behind is not the step's
-            while True:
-                try:
-                    command = connection.recv()
-                except EOFError:
-                    raise Finished from None
-                if command == "step":
-                    break
+            while connection.recv() != "step":
                 connection.send({"peak_mib": memory("VmHWM") / 2**20, "gradient": self.gradient})
+            if keeps_gradient:
+                common.start_of_peak()  # what the first step needs to prove its rows is not counted
             self.timing = contextlib.ExitStack()
             self.seconds = self.timing.enter_context(stopwatch())
 
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             if keeps_gradient and self.gradient is None:
-                self.gradient = [parameter.grad.numpy().copy() for parameter in model.parameters()]
+                self.gradient = np.concatenate([parameter.grad.flatten() for parameter in model.parameters()])
 
         def computed(self) -> int:
             """Tokens that the passes of the last step read; 0 where they are TRL's."""
+            if side in ("turns", "records"):  # which are computed one by one
+                records = [record for rollout in self.batch for record in rollout.records]
+                return sum(len(record.prompt_ids) + len(record.completion_ids) for record in records)
             buffered = getattr(self.trainer, "_buffered_inputs", None) or []
             return sum(one.num_tokens for each in buffered for one in each.get("passes", []))
 
@@ -379,12 +357,14 @@ def serve(side: str, shape: Shape, conversations: list[Conversation], threads: i
 
     disable_progress_bar()
     torch.set_num_threads(threads)
-    conversations = a_record_per_turn(conversations) if side == "turns" else conversations
+    if side == "turns":
+        give_turns_records(conversations)
     with tempfile.TemporaryDirectory(prefix="bench-step-", ignore_cleanup_errors=True) as folder:
-        meter = make_meter(connection, keeps_gradient="turns" in shape)
-        changes = AGENTS[side][1] if "turns" in shape else {}
+        meter = make_meter(side, connection, keeps_gradient="turns" in shape)
+        changes = {"share_prompts": side == "ours", "vllm_importance_sampling_correction": False}
+        changes = {**changes, "max_tokens_per_pass": 2**15 if side == "ours" else 1} if "turns" in shape else {}
         meter.trainer = build_trainer(side, shape, conversations, folder, meter, **changes)
-        with contextlib.suppress(Finished):
+        with contextlib.suppress(EOFError):  # the parent asks for no further step
             meter.trainer.train()
 
 
@@ -460,28 +440,21 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
 
 def run_agents(shape: Shape, threads: int) -> list[dict[str, Any]]:
     """A row of figures for each number of turns."""
-    import numpy as np
-
     rows = []
     for num_turns in shape["turns"]:
         conversations, taken = make_agents(shape, num_turns), []
         with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
+            sides["ours"]("step")  # the one that proves its rows
             for number in range(shape["pairs"]):
                 taken.append({name: sides[name]("step") for name in [*sides][:: 1 if number % 2 == 0 else -1]})
                 print(f"{shape['title']}, {num_turns} turns: {taken[-1]}", flush=True)
             reports = {name: ask("report") for name, ask in sides.items()}
-        computed = {"ours": taken[-1]["ours"]["computed"]}
-        for name, made in (("turns", a_record_per_turn(conversations)), ("records", conversations)):
-            records = [record for rollout in as_rollouts(made) for record in rollout.records]
-            computed[name] = sum(len(record.prompt_ids) + len(record.completion_ids) for record in records)
-        ours, dense = (np.concatenate([x.ravel() for x in reports[name]["gradient"]]) for name in ("ours", "turns"))
+        ours, dense = (reports[name]["gradient"] for name in ("ours", "turns"))
         trained = sum(len(turn["token_ids"]) for each in conversations for turn in each["turns"])
         rows.append({
             "turns": num_turns,
-            "per_trained": {name: computed[name] / trained for name in sides},
+            "per_trained": {name: taken[0][name]["computed"] / trained for name in sides},
             "seconds": {name: statistics.median(each[name]["wall"] for each in taken) for name in sides},
-            "ratio": {name: statistics.geometric_mean(each[name]["wall"] / each["ours"]["wall"] for each in taken)
-                      for name in sides},
             "peak_mib": {name: report["peak_mib"] for name, report in reports.items()},
             "difference": float(abs(ours - dense).max() / abs(dense).max()),
         })  # fmt: skip
@@ -517,7 +490,7 @@ def section(results: dict[str, Any]) -> str:
     ]
     head = "batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds"
     rows = []
-    for row in (row for name, row in results["shapes"].items() if name != "agents"):
+    for row in results["shapes"].values():
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
         wall, cpu = (
             f"{1 / ratio[kind]['median']:.2f} ({1 / ratio[kind]['max']:.2f} to {1 / ratio[kind]['min']:.2f})"
@@ -528,42 +501,35 @@ def section(results: dict[str, Any]) -> str:
             f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
             f"{peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {each['trl']:.1f}, {each['ours']:.1f}"
         )
-    lines = [*lines, *table(f"{head} | peak memory | computed", rows)] if rows else []
-    return "\n\n".join(filter(None, ["\n".join(lines), section_of_agents(results["shapes"].get("agents", []))]))
-
-
-def section_of_agents(rows: list[dict[str, Any]]) -> str:
-    """The table of long agents, one row per number of turns."""
-    if not rows:
-        return ""
-    lines = [
-        "**Long agents**: eight rollouts of one prompt with 1,500 tokens of schemas, results of 200 to 2,000 tokens, "
-        "first turns in common, histories compacted twice. Rows are shared, or computed alone without padding "
-        "(`share_prompts: false`): one per turn with all that it read, or one per record. TRL's trainer has none for "
-        "rollouts of several records. *Computed*: tokens per trained token. *Shared rows*: how many times as fast. "
-        "The gradients of shared rows and of rows per turn differ by at most "
-        f"{max(row['difference'] for row in rows):.0e} of the largest entry.",
-        "",
-        "![Tokens computed per trained token, and seconds of a step, over the turns of a rollout](step_agents.png)",
-        "",
-    ]
-    cells = (
-        f"{row['turns']} | {label} | {row['per_trained'][name]:.1f} | {row['seconds'][name]:,.1f} s | "
-        f"{row['ratio'][name]:.1f} | {row['peak_mib'][name]:,.0f} MiB"
-        for row in rows
-        for name, (label, _) in AGENTS.items()
-    )
-    return "\n".join([*lines, *table("turns | rows | computed | a step | shared rows | peak memory", cells)])
+    lines += table(f"{head} | peak memory | computed", rows)
+    if agents := results.get("agents"):
+        lines += [
+            "",
+            "**Long agents**: eight rollouts of a prompt of 1,500 tokens, results of 200 to 2,000 tokens, first turns "
+            "in common, histories compacted twice. Rows are shared, or computed one by one without padding: one per "
+            "turn with all that it read, or one per record, for which TRL's trainer has none. *Computed*: tokens per "
+            "trained token. The gradients of shared rows and of rows per turn differ by at most "
+            f"{max(row['difference'] for row in agents):.0e} of the largest entry.\n",
+            "![Tokens computed per trained token, and seconds of a step, over a rollout's turns](step_agents.png)",
+            "",
+        ]
+        cells = (
+            f"{row['turns']} | {label} | {row['per_trained'][name]:.1f} | {row['seconds'][name]:,.1f} s | "
+            f"{row['seconds'][name] / row['seconds']['ours']:.1f} | {row['peak_mib'][name]:,.0f} MiB"
+            for row in agents
+            for name, label in AGENTS.items()
+        )
+        lines += table("turns | rows | computed | a step | times as long as shared | peak memory", cells)
+    return "\n".join(lines)
 
 
 def plot_agents(rows: list[dict[str, Any]], path: Path) -> None:
     """Two panels over the number of turns, a line for each side."""
-    figure, axes = common.pyplot().subplots(1, 2, figsize=(7.5, 2.8))
-    turns = [row["turns"] for row in rows]
+    figure, axes = common.pyplot().subplots(1, 2, figsize=(7, 2.6))
     for axis, key, title in zip(axes, ("per_trained", "seconds"), ("tokens computed per trained token", "seconds")):
-        for (name, (label, _)), colour in zip(AGENTS.items(), ("#777777", "#E69F00", "#0072B2")):
-            axis.plot(turns, [row[key][name] for row in rows], marker="o", color=colour, label=label)
-        axis.set(title=title, xlabel="turns of a rollout", ylim=(0, None), xticks=turns)
+        for name, label in AGENTS.items():
+            axis.plot([row["turns"] for row in rows], [row[key][name] for row in rows], marker="o", label=label)
+        axis.set(title=title, xlabel="turns of a rollout", ylim=(0, None))
     axes[0].legend(fontsize=8)
     common.save_picture(figure, path)
 
@@ -583,12 +549,14 @@ def main(argv: list[str] | None = None) -> None:
     shapes = {name: {**DEFAULTS, **SHAPES[name]} for name in options.shapes or SHAPES}
     if options.short:
         shapes = {name: {**shape, **shape["short"]} for name, shape in shapes.items() if shape["short"]}
-    rows = {name: (run_agents if "turns" in shape else run_shape)(shape, threads) for name, shape in shapes.items()}
-    if "agents" in rows:
-        plot_agents(rows["agents"], (ROOT / "runs" if options.short else ROOT / "docs") / "step_agents.png")
-    if options.shapes and not options.short:
-        rows = {**json.loads(FRAME.results.read_text(encoding="utf-8"))["shapes"], **rows}
-    FRAME.finish(rounded({"machine": machine(), "threads": threads, "shapes": rows}, 5), options.short)
+    kept = json.loads(FRAME.results.read_text(encoding="utf-8")) if options.shapes and not options.short else {}
+    results = {**kept, "machine": machine(), "threads": threads}
+    if agents := shapes.pop("agents", None):
+        results["agents"] = run_agents(agents, threads)
+    results["shapes"] = kept.get("shapes", {}) | {name: run_shape(shape, threads) for name, shape in shapes.items()}
+    FRAME.finish(rounded(results, 5), options.short)
+    if agents:
+        plot_agents(results["agents"], ROOT / ("runs" if options.short else "docs") / "step_agents.png")
 
 
 if __name__ == "__main__":
