@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
              "pairs": 2, "short": None},
     "agents": {"title": "long agents", "rollouts": 8, "prompt": 1500, "results": (200, 2000), "turns": (10, 20, 30),
-               "pairs": 2, "short": {"prompt": 200, "results": (20, 100), "turns": (10,), "pairs": 1}},
+               "short": {"prompt": 200, "results": (20, 100), "turns": (10,)}},
 }  # fmt: skip
 
 AGENTS = {"turns": "one per turn", "records": "one per record", "ours": "shared"}  # sides of `agents`: their rows
@@ -169,10 +169,9 @@ def make_agents(shape: Shape, num_turns: int) -> list[Conversation]:
         turns += [turn() for _ in range(num_turns - len(turns))]
         turns[-1] |= {"call": None, "messages": [], "observation_ids": []}
         for k in (num_turns // 3, num_turns * 2 // 3):
-            last_results = turns[k - 2]["observation_ids"] + turns[k - 1]["observation_ids"]
-            turns[k]["context"] = prompt + ids(300, 300) + last_results
-        conversation = {"prompt": [{"role": "user", "content": "?"}], "prompt_ids": prompt, "answer": "1"}
-        conversations.append({**conversation, "turns": turns})
+            turns[k]["context"] = prompt + ids(300, 300) + sum((t["observation_ids"] for t in turns[k - 2 : k]), [])
+        messages = [{"role": "user", "content": "?"}]
+        conversations.append({"prompt": messages, "prompt_ids": prompt, "turns": turns, "answer": "1"})
     return conversations
 
 
@@ -442,19 +441,21 @@ def run_agents(shape: Shape, threads: int) -> list[dict[str, Any]]:
     """A row of figures for each number of turns."""
     rows = []
     for num_turns in shape["turns"]:
-        conversations, taken = make_agents(shape, num_turns), []
-        with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
+        conversations = make_agents(shape, num_turns)
+        with both_sides(shape, conversations, threads, KEEP) as sides:
             sides["ours"]("step")  # the one that proves its rows
-            for number in range(shape["pairs"]):
-                taken.append({name: sides[name]("step") for name in [*sides][:: 1 if number % 2 == 0 else -1]})
-                print(f"{shape['title']}, {num_turns} turns: {taken[-1]}", flush=True)
+            taken = [(name, sides[name]("step")) for name in [*AGENTS][::-1] + [*AGENTS][1:]]
+        with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
+            for name in ("ours", *AGENTS):
+                sides[name]("step")
             reports = {name: ask("report") for name, ask in sides.items()}
         ours, dense = (reports[name]["gradient"] for name in ("ours", "turns"))
         trained = sum(len(turn["token_ids"]) for each in conversations for turn in each["turns"])
         rows.append({
             "turns": num_turns,
-            "per_trained": {name: taken[0][name]["computed"] / trained for name in sides},
-            "seconds": {name: statistics.median(each[name]["wall"] for each in taken) for name in sides},
+            "per_trained": {name: step["computed"] / trained for name, step in taken},
+            **{kind: {name: statistics.mean(step[kind] for side, step in taken if side == name) for name in AGENTS}
+               for kind in ("wall", "cpu")},
             "peak_mib": {name: report["peak_mib"] for name, report in reports.items()},
             "difference": float(abs(ours - dense).max() / abs(dense).max()),
         })  # fmt: skip
@@ -504,29 +505,28 @@ def section(results: dict[str, Any]) -> str:
     lines += table(f"{head} | peak memory | computed", rows)
     if agents := results.get("agents"):
         lines += [
-            "",
-            "**Long agents**: eight rollouts of a prompt of 1,500 tokens, results of 200 to 2,000 tokens, first turns "
+            "\n**Long agents**: eight rollouts of a prompt of 1,500 tokens, results of 200 to 2,000 tokens, first turns "
             "in common, histories compacted twice. Rows are shared, or computed one by one without padding: one per "
             "turn with all that it read, or one per record, for which TRL's trainer has none. *Computed*: tokens per "
             "trained token. The gradients of shared rows and of rows per turn differ by at most "
             f"{max(row['difference'] for row in agents):.0e} of the largest entry.\n",
-            "![Tokens computed per trained token, and seconds of a step, over a rollout's turns](step_agents.png)",
+            "![Tokens computed per trained token, and CPU seconds of a step, over a rollout's turns](step_agents.png)",
             "",
         ]
         cells = (
-            f"{row['turns']} | {label} | {row['per_trained'][name]:.1f} | {row['seconds'][name]:,.1f} s | "
-            f"{row['seconds'][name] / row['seconds']['ours']:.1f} | {row['peak_mib'][name]:,.0f} MiB"
+            f"{row['turns']} | {label} | {row['per_trained'][name]:.1f} | {row['wall'][name]:,.1f} | "
+            f"{row['cpu'][name]:,.1f} | {row['peak_mib'][name]:,.0f} MiB"
             for row in agents
             for name, label in AGENTS.items()
         )
-        lines += table("turns | rows | computed | a step | times as long as shared | peak memory", cells)
+        lines += table("turns | rows | computed | seconds | CPU seconds | peak memory", cells)
     return "\n".join(lines)
 
 
 def plot_agents(rows: list[dict[str, Any]], path: Path) -> None:
     """Two panels over the number of turns, a line for each side."""
     figure, axes = common.pyplot().subplots(1, 2, figsize=(7, 2.6))
-    for axis, key, title in zip(axes, ("per_trained", "seconds"), ("tokens computed per trained token", "seconds")):
+    for axis, key, title in zip(axes, ("per_trained", "cpu"), ("tokens computed per trained token", "CPU seconds")):
         for name, label in AGENTS.items():
             axis.plot([row["turns"] for row in rows], [row[key][name] for row in rows], marker="o", label=label)
         axis.set(title=title, xlabel="turns of a rollout", ylim=(0, None))
