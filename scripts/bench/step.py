@@ -505,7 +505,7 @@ def section(results: dict[str, Any]) -> str:
     lines += table(f"{head} | peak memory | computed", rows)
     if agents := results.get("agents"):
         lines += [
-            "\n**Long agents**: eight rollouts of a prompt of 1,500 tokens, results of 200 to 2,000 tokens, first turns "
+            "\n**Long agents**: 8 rollouts of a prompt of 1,500 tokens, results of 200 to 2,000 tokens, first turns "
             "in common, histories compacted twice. Rows are shared, or computed one by one without padding: one per "
             "turn with all that it read, or one per record, for which TRL's trainer has none. *Computed*: tokens per "
             "trained token. The gradients of shared rows and of rows per turn differ by at most "
