@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "shared_prompts"  # of the attention function, as transformers knows it
 FEWEST_SHARED = 16  # tokens for which a record is cut in two: each part costs a call of the attention
+BLOCK = 512  # queries of a longer segment that are computed together: each block reads no key behind its end
 KEYWORD = "shared_row"  # the argument of a model's forward that says how a row is laid out
 
 
@@ -161,15 +162,19 @@ class SharedRow:
         self._masks.clear()
 
     def mask(self, length: int, num_keys: int, like: torch.Tensor) -> torch.Tensor | None:
-        """The additive attention mask of a segment, (length, num_keys). None if it reads all of these tokens.
+        """The additive mask (length, num_keys) of queries that are the last ones of the keys. None if they read all.
 
-        It is made once for all layers, in the layers' type: what SDPA makes of booleans is kept for each layer.
+        It is a view of one mask, made once for all layers in their type: what SDPA makes of booleans is kept for each
+        layer. The view begins at a multiple of 8 columns and has such a stride, else GPUs would need a copy of it.
         """
-        key = (length, num_keys, like.dtype, like.device)
-        if length > 1 and key not in self._masks:
-            hidden = torch.full((length, num_keys), float("-inf"), dtype=like.dtype, device=like.device)
-            self._masks[key] = hidden.triu(num_keys - length + 1)
-        return self._masks.get(key)
+        if length == 1:
+            return None
+        if (key := (like.dtype, like.device)) not in self._masks:
+            height, width = min(BLOCK, max(self.sizes)) + 7, -(-max(self.num_keys) // 8) * 8
+            hidden = torch.full((height, width), float("-inf"), dtype=like.dtype, device=like.device)
+            self._masks[key] = hidden.triu_(width - height + 1)
+        below, right = (size - -num_keys % 8 for size in self._masks[key].shape)
+        return self._masks[key][below - length : below, right - num_keys : right]
 
 
 def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int]:
@@ -259,14 +264,16 @@ def attention(
     outputs = []
     # Split, and not cut out one by one: each cut would have a gradient as long as the row.
     queries, keys, values = (x.split(shared_row.sizes, 2) for x in (query, key, value))
-    for each, reads, num_keys in zip(queries, shared_row.reads, shared_row.num_keys):
+    for each, reads, num_keys in reversed(list(zip(queries, shared_row.reads, shared_row.num_keys))):
         read = [torch.cat([x[k] for k in reads], 2) if len(reads) > 1 else x[reads[0]] for x in (keys, values)]
-        length = each.shape[2]
-        alone = length == num_keys > 1
-        mask = None if alone else shared_row.mask(length, num_keys, query)
-        masks = {"attn_mask": mask, "is_causal": alone, "scale": scaling, "enable_gqa": grouped}
-        outputs.append(F.scaled_dot_product_attention(each, *read, **masks))
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+        alone = each.shape[2] == num_keys > 1
+        for block in reversed(each.split(num_keys if alone else BLOCK, 2)):
+            mask = None if alone else shared_row.mask(block.shape[2], num_keys, query)
+            masks = {"attn_mask": mask, "is_causal": alone, "scale": scaling, "enable_gqa": grouped}
+            outputs.append(F.scaled_dot_product_attention(block, *read, **masks))
+            num_keys -= block.shape[2]
+            read = [x[:, :, :num_keys] for x in read]  # cut from the last one, so that gradients get shorter, too
+    return torch.cat(outputs[::-1], 2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)

@@ -3,6 +3,7 @@
     python scripts/bench/step.py             # all shapes; docs/results/step.json and the section of docs/speed.md
     python scripts/bench/step.py --short     # smaller, under 10 minutes; runs/bench_step_short.json
     python scripts/bench/step.py --report    # only the section of docs/speed.md, from docs/results/step.json
+    python scripts/bench/step.py --shapes agents    # one shape; the results of the others are kept
 
 Two processes have one trainer each, built once from the same model, optimizer, seed, dataset, batch and number of
 threads. They take turns, never at once, and the order changes from pair to pair. Memory is measured after that, in two
@@ -17,6 +18,9 @@ conversations, prepared anew for each step while nothing is timed. What is fair 
 - Rendering prompts, parsing calls, running tools and pushing weights are in neither time.
 - Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
   rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
+
+Shape `agents`: TRL's trainer has no rows for several records, so shared rows are compared with a row per turn and one
+per record, computed one by one without padding. No side has a pass for old logprobs. Our first step is left out.
 """
 
 import contextlib
@@ -39,18 +43,19 @@ from unittest.mock import patch
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from bench import common
 from bench.common import ROOT, Frame, end_with_parent, machine, memory, rounded, spread, stopwatch, table
 from bench.sync import SIZES
 
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 SIDES = ("trl", "ours")
-CONTEXT = 4096  # tokens
+CONTEXT = 2**15  # tokens
 # `tokens`: on average per rollout, tool results included. `lengths`: `even` from 0.6 to 1.4 times that; `normal` as in
 # a step of the recipe, with a standard deviation of 25 and the longest 154; `log-normal` with a 99th percentile of ten
 # times the mean, cut at five times. `prompt`: its tokens; 0: as it is. `rows`: `per_device_train_batch_size`, the rows
 # of one of TRL's passes; 0: all. `model`: see `build_model`. `G`: rollouts of a prompt. `warm_up`: pairs that are not
 # counted. `short`: changes by --short, None: it is left out. `settle`: steps of a side before the one that counts,
-# since after one of the other process a short step takes up to half as long again.
+# since after one of the other process a short step takes up to half as long again. `results`: tokens of a result.
 DEFAULTS = {"prompt": 0, "lengths": "even", "rows": 0, "model": "tiny", "G": 8, "warm_up": 1, "settle": 0}
 SHAPES: dict[str, dict[str, Any]] = {
     "recipe": {"title": "tiny recipe", "rollouts": 64, "tokens": 58, "lengths": "normal", "pairs": 16,
@@ -61,7 +66,11 @@ SHAPES: dict[str, dict[str, Any]] = {
                "rows": 8, "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
              "pairs": 2, "short": None},
+    "agents": {"title": "long agents", "rollouts": 8, "prompt": 1500, "results": (200, 2000), "turns": (10, 20, 30),
+               "short": {"prompt": 200, "results": (20, 100), "turns": (10,)}},
 }  # fmt: skip
+
+AGENTS = {"turns": "one per turn", "records": "one per record", "ours": "shared"}  # sides of `agents`: their rows
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
 # more or less often by chance: page faults that made a step up to a tenth slower in one process than in the other.
@@ -139,6 +148,43 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
     }
 
 
+def make_agents(shape: Shape, num_turns: int) -> list[Conversation]:
+    """A group of an agent's rollouts, in random ids. All share the first quarter of their turns.
+
+    Half of them share a third. There, and after two thirds, a history becomes the prompt, a summary and two results.
+    """
+    rng = random.Random(num_turns)
+
+    def ids(least: int, most: int) -> list[int]:
+        return [rng.randrange(3, 399) for _ in range(rng.randint(least, most))]
+
+    def turn() -> dict[str, Any]:
+        sampled, seen = ids(40, 80), ids(*shape["results"])
+        made = {"token_ids": sampled, "logprobs": [-6.0] * len(sampled), "observation_ids": seen}
+        return made | {"call": {"expression": "1"}, "result": "1", "messages": [{"role": "tool", "content": "1"}]}
+
+    prompt, first, conversations = ids(*[shape["prompt"]] * 2), [turn() for _ in range(num_turns // 3)], []
+    for index in range(shape["rollouts"]):
+        turns = [dict(each) for each in first[: None if index % 2 else num_turns // 4]]
+        turns += [turn() for _ in range(num_turns - len(turns))]
+        turns[-1] |= {"call": None, "messages": [], "observation_ids": []}
+        for k in (num_turns // 3, num_turns * 2 // 3):
+            turns[k]["context"] = prompt + ids(300, 300) + sum((t["observation_ids"] for t in turns[k - 2 : k]), [])
+        messages = [{"role": "user", "content": "?"}]
+        conversations.append({"prompt": messages, "prompt_ids": prompt, "turns": turns, "answer": "1"})
+    return conversations
+
+
+def give_turns_records(conversations: list[Conversation]) -> None:
+    """Have each turn begin a record of its own, with all that it read."""
+    for conversation in conversations:
+        read = conversation["prompt_ids"]
+        for turn in conversation["turns"]:
+            turn["context"] = turn.get("context", read)
+            read = turn["context"] + turn["token_ids"] + turn["observation_ids"]
+            turn["observation_ids"] = []
+
+
 def as_rollouts(conversations: list[Conversation]) -> list:
     """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step.
 
@@ -168,9 +214,8 @@ def as_rollouts(conversations: list[Conversation]) -> list:
 def as_lists(conversations: list[Conversation]) -> dict[str, list]:
     """Convert conversations to the return value of TRL's `rollout_func`, in fresh lists."""
     rollouts = as_rollouts(conversations)
-    names = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "logprobs": "logprobs"}
-    names["env_mask"] = "loss_mask"
-    return {name: [getattr(rollout, key) for rollout in rollouts] for name, key in names.items()}
+    keys = ("prompt_ids", "completion_ids", "logprobs", "loss_mask")
+    return {key.replace("loss", "env"): [getattr(rollout, key) for rollout in rollouts] for key in keys}
 
 
 # -- One side: a process with one trainer --
@@ -178,7 +223,7 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 
 def turn_reward(rollout_turns: list[list], **kwargs) -> list[list[float | None]]:
     """One number per turn that called."""
-    return [[len(t.token_ids) % 5 / 5 if t.observation_ids else None for t in turns] for turns in rollout_turns]
+    return [[len(t.token_ids) % 5 / 5 if t.calls else None for t in turns] for turns in rollout_turns]
 
 
 def rollout_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
@@ -187,7 +232,7 @@ def rollout_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
 
 
 def outcome_reward(completion_ids: list[list[int]], answer: list[str], **kwargs) -> list[float]:
-    return [float((len(ids) + len(gold)) % 2) for ids, gold in zip(completion_ids, answer)]
+    return [float((sum(ids[-8:]) + len(gold)) % 2) for ids, gold in zip(completion_ids, answer)]
 
 
 def build_model(shape: Shape) -> Any:
@@ -264,19 +309,16 @@ def build_trainer(side: str, shape: Shape, conversations: list, folder: str, met
     return trainer
 
 
-class Finished(Exception):
-    """The parent asks for no further step."""
-
-
-def make_meter(connection: Any) -> Any:
+def make_meter(side: str, connection: Any, keeps_gradient: bool) -> Any:
     """A callback that takes a step when the parent sends "step", and answers with what it cost.
 
-    To "report" it answers with the memory. The parent closes the connection at the end.
+    To "report" it answers with the memory and, if kept, the first gradient. The parent closes it at the end.
     """
+    import numpy as np
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
-        prepare = batch = trainer = timing = None
+        prepare = batch = trainer = timing = gradient = None
 
         def on_step_begin(self, args, state, control, **kwargs):
             if self.timing is not None:
@@ -284,19 +326,22 @@ def make_meter(connection: Any) -> Any:
                 connection.send({**self.seconds, "computed": self.computed()})
             self.batch = self.prepare()
             gc.collect()  # what preparing left behind is not the step's
-            while True:
-                try:
-                    command = connection.recv()
-                except EOFError:
-                    raise Finished from None
-                if command == "step":
-                    break
-                connection.send({"peak_mib": memory("VmHWM") / 2**20})
+            while connection.recv() != "step":
+                connection.send({"peak_mib": memory("VmHWM") / 2**20, "gradient": self.gradient})
+            if keeps_gradient:
+                common.start_of_peak()  # what the first step needs to prove its rows is not counted
             self.timing = contextlib.ExitStack()
             self.seconds = self.timing.enter_context(stopwatch())
 
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            if keeps_gradient and self.gradient is None:
+                self.gradient = np.concatenate([parameter.grad.flatten() for parameter in model.parameters()])
+
         def computed(self) -> int:
             """Tokens that the passes of the last step read; 0 where they are TRL's."""
+            if side in ("turns", "records"):  # which are computed one by one
+                records = [record for rollout in self.batch for record in rollout.records]
+                return sum(len(record.prompt_ids) + len(record.completion_ids) for record in records)
             buffered = getattr(self.trainer, "_buffered_inputs", None) or []
             return sum(one.num_tokens for each in buffered for one in each.get("passes", []))
 
@@ -311,10 +356,14 @@ def serve(side: str, shape: Shape, conversations: list[Conversation], threads: i
 
     disable_progress_bar()
     torch.set_num_threads(threads)
+    if side == "turns":
+        give_turns_records(conversations)
     with tempfile.TemporaryDirectory(prefix="bench-step-", ignore_cleanup_errors=True) as folder:
-        meter = make_meter(connection)
-        meter.trainer = build_trainer(side, shape, conversations, folder, meter)
-        with contextlib.suppress(Finished):
+        meter = make_meter(side, connection, keeps_gradient="turns" in shape)
+        changes = {"share_prompts": side == "ours", "vllm_importance_sampling_correction": False}
+        changes = {**changes, "max_tokens_per_pass": 2**15 if side == "ours" else 1} if "turns" in shape else {}
+        meter.trainer = build_trainer(side, shape, conversations, folder, meter, **changes)
+        with contextlib.suppress(EOFError):  # the parent asks for no further step
             meter.trainer.train()
 
 
@@ -348,7 +397,7 @@ def both_sides(
         return ask
 
     with contextlib.ExitStack() as stack:
-        yield {name: start(name) for name in SIDES}
+        yield {name: start(name) for name in (AGENTS if "turns" in shape else SIDES)}
 
 
 # -- Pairs --
@@ -386,6 +435,31 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
         "per_trained": {side: tokens / trained for side, tokens in computed.items()},
         **figures_of(taken, memory),
     }
+
+
+def run_agents(shape: Shape, threads: int) -> list[dict[str, Any]]:
+    """A row of figures for each number of turns."""
+    rows = []
+    for num_turns in shape["turns"]:
+        conversations = make_agents(shape, num_turns)
+        with both_sides(shape, conversations, threads, KEEP) as sides:
+            sides["ours"]("step")  # the one that proves its rows
+            taken = [(name, sides[name]("step")) for name in [*AGENTS][::-1] + [*AGENTS][1:]]
+        with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
+            for name in ("ours", *AGENTS):
+                sides[name]("step")
+            reports = {name: ask("report") for name, ask in sides.items()}
+        ours, dense = (reports[name]["gradient"] for name in ("ours", "turns"))
+        trained = sum(len(turn["token_ids"]) for each in conversations for turn in each["turns"])
+        rows.append({
+            "turns": num_turns,
+            "per_trained": {name: step["computed"] / trained for name, step in taken},
+            **{kind: {name: statistics.mean(step[kind] for side, step in taken if side == name) for name in AGENTS}
+               for kind in ("wall", "cpu")},
+            "peak_mib": {name: report["peak_mib"] for name, report in reports.items()},
+            "difference": float(abs(ours - dense).max() / abs(dense).max()),
+        })  # fmt: skip
+    return rows
 
 
 def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -428,25 +502,61 @@ def section(results: dict[str, Any]) -> str:
             f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
             f"{peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {each['trl']:.1f}, {each['ours']:.1f}"
         )
-    return "\n".join([*lines, *table(f"{head} | peak memory | computed", rows)])
+    lines += table(f"{head} | peak memory | computed", rows)
+    if agents := results.get("agents"):
+        lines += [
+            "\n**Long agents**: 8 rollouts of a prompt of 1,500 tokens, results of 200 to 2,000 tokens, first turns "
+            "in common, histories compacted twice. Rows are shared, or computed one by one without padding: one per "
+            "turn with all that it read, or one per record, for which TRL's trainer has none. *Computed*: tokens per "
+            "trained token. The gradients of shared rows and of rows per turn differ by at most "
+            f"{max(row['difference'] for row in agents):.0e} of the largest entry.\n",
+            "![Tokens computed per trained token, and CPU seconds of a step, over a rollout's turns](step_agents.png)",
+            "",
+        ]
+        cells = (
+            f"{row['turns']} | {label} | {row['per_trained'][name]:.1f} | {row['wall'][name]:,.1f} | "
+            f"{row['cpu'][name]:,.1f} | {row['peak_mib'][name]:,.0f} MiB"
+            for row in agents
+            for name, label in AGENTS.items()
+        )
+        lines += table("turns | rows | computed | seconds | CPU seconds | peak memory", cells)
+    return "\n".join(lines)
+
+
+def plot_agents(rows: list[dict[str, Any]], path: Path) -> None:
+    """Two panels over the number of turns, a line for each side."""
+    figure, axes = common.pyplot().subplots(1, 2, figsize=(7, 2.6))
+    for axis, key, title in zip(axes, ("per_trained", "cpu"), ("tokens computed per trained token", "CPU seconds")):
+        for name, label in AGENTS.items():
+            axis.plot([row["turns"] for row in rows], [row[key][name] for row in rows], marker="o", label=label)
+        axis.set(title=title, xlabel="turns of a rollout", ylim=(0, None))
+    axes[0].legend(fontsize=8)
+    common.save_picture(figure, path)
 
 
 FRAME = Frame("step", section)
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = FRAME.parse(__doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone")
+    chosen = {"nargs": "+", "choices": SHAPES, "help": "default: all"}
+    options = FRAME.parse(__doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone", shapes=chosen)
     if options is None:
         return
     threads = min(2, len(os.sched_getaffinity(0)))  # of each process
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
     os.environ |= {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "20000", "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    shapes = {name: {**DEFAULTS, **shape} for name, shape in SHAPES.items() if not options.short or shape["short"]}
+    shapes = {name: {**DEFAULTS, **SHAPES[name]} for name in options.shapes or SHAPES}
     if options.short:
-        shapes = {name: {**shape, **shape["short"]} for name, shape in shapes.items()}
-    rows = {name: run_shape(shape, threads) for name, shape in shapes.items()}
-    FRAME.finish(rounded({"machine": machine(), "threads": threads, "shapes": rows}, 5), options.short)
+        shapes = {name: {**shape, **shape["short"]} for name, shape in shapes.items() if shape["short"]}
+    kept = json.loads(FRAME.results.read_text(encoding="utf-8")) if options.shapes and not options.short else {}
+    results = {**kept, "machine": machine(), "threads": threads}
+    if agents := shapes.pop("agents", None):
+        results["agents"] = run_agents(agents, threads)
+    results["shapes"] = kept.get("shapes", {}) | {name: run_shape(shape, threads) for name, shape in shapes.items()}
+    FRAME.finish(rounded(results, 5), options.short)
+    if agents:
+        plot_agents(results["agents"], ROOT / ("runs" if options.short else "docs") / "step_agents.png")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
+from mt_grpo.rollout import Context, Record, Rollout, Turn
 from mt_grpo.training import shared_prompts
 from mt_grpo.training.layouts import why_not_in_model
+from mt_grpo.training.passes import TrainedRow, fill
 from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
 
 SIZES = dict(
@@ -233,15 +235,98 @@ def test_a_tree_gives_back_what_was_put_in():
         assert at == len(row.scored)
 
 
+def random_traces(seed: int) -> list[Rollout]:
+    """Eight rollouts of an agent. All share their first turns, and half of them share some more.
+
+    Each history is compacted twice, anywhere: to the prompt, a summary, and the last result.
+    """
+    rng = random.Random(seed)
+
+    def ids(least, most):
+        return [rng.randrange(3, 97) for _ in range(rng.randint(least, most))]
+
+    def turns(least, most):
+        return [(ids(1, 6), ids(3, 40)) for _ in range(rng.randint(least, most))]
+
+    prompt, of_all, of_half, rollouts = ids(30, 50), turns(1, 3), turns(0, 2), []
+    for index in range(8):
+        rollouts.append(rollout := Rollout([], prompt, index))
+        parts = of_all + of_half * (index % 2) + turns(2, 4)
+        compacted = rng.sample(range(1, len(parts)), 2)
+        for k, (sampled, result) in enumerate(parts):
+            read = prompt + ids(10, 20) + rollout.turns[-1].observation_ids if k in compacted else None
+            own = {"context": read and Context([], read), "trained": rng.random() < 0.9}
+            rollout.turns.append(Turn(sampled, None, "", "stop", observation_ids=result, **own))
+    return rollouts
+
+
+def trained_rows(records: list[Record]) -> list[TrainedRow]:
+    return [TrainedRow(r.prompt_ids, r.completion_ids, r.loss_mask, {}, n) for n, r in enumerate(records)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_agents_have_the_gradient_of_a_row_per_turn(seed, monkeypatch):
+    """In one pass, and in passes of few tokens. Long segments are computed in several blocks."""
+    monkeypatch.setattr(shared_prompts, "BLOCK", 16)
+    model = make(SHARES["qwen3"], seed)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    take_shared_rows(model)
+    records = [record for rollout in random_traces(seed) for record in rollout.records]
+    rows = trained_rows(records)
+    shape = len(rows), max(len(row.completion_ids) for row in rows)
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    for number, record in enumerate(records):
+        start = 0
+        for turn in record.turns:
+            read, end = record.prompt_ids + record.completion_ids[:start], start + len(turn.token_ids)
+            if turn.trained:
+                (alone(model, Example(read, turn.token_ids, []))[0] * weights[number, start:end]).sum().backward()
+            start = end + len(turn.observation_ids)
+    dense = gradients(model)
+    for max_tokens_per_pass, least in ((10_000, 1), (300, 3)):
+        passes = fill(rows, max_tokens_per_pass, shares=True)
+        assert len(passes) >= least
+        for each in passes:
+            row = SharedRow({one.number: one for one in each}, shape)
+            assert len(row) <= max_tokens_per_pass or len(each) == 1
+            (row.spread(model(**forward_inputs(row)).log_probs) * weights).sum().backward()
+        assert (gradients(model) - dense).abs().max() < 1e-5 * dense.abs().max()
+
+
+def test_first_turns_of_a_group_are_computed_once():
+    """Four rollouts have a first turn of 4 + 30 tokens in common, and two of them a second one of 4 + 20.
+
+    Each goes on with 5 + 10 of its own. Its history is compacted to the prompt and 16 tokens; 3 more are sampled.
+    """
+    records, prompt, numbers = [], [*range(20)], iter(range(100, 300))
+
+    def new(count):
+        return [next(numbers) for _ in range(count)]
+
+    of_all, of_two = (new(4), new(30)), (new(4), new(20))
+    for index in range(4):
+        own = [(new(5), new(10), None), (new(3), [], Context([], prompt + new(16)))]
+        turns = [(*of_all, None), *[(*of_two, None)] * (index < 2), *own]
+        turns = [Turn(i, None, "", "stop", observation_ids=o, context=c) for i, o, c in turns]
+        records += Rollout([], prompt, index, turns).records
+    row = SharedRow(dict(enumerate(trained_rows(records))), (8, 73))
+    assert len(row) == 20 + 34 + 24 + 4 * (5 - 1) + 4 * (16 + 3 - 1)  # no logprob reads a record's last token
+    assert row.labels.shape[1] == 4 * (4 + 5 + 3) + 2 * 4
+
+
 def test_a_row_in_which_nothing_is_wanted_has_one_token():
     row = SharedRow({1: Example([4, 5], [6], [0])}, (2, 2))
     assert (row.input_ids.tolist(), row.position_ids.tolist(), row.labels.tolist()) == ([[5]], [[0]], [[-100]])
     assert row.spread(torch.tensor([[9.0]])).tolist() == [[0, 0], [0, 0]]
 
 
-def test_a_kernel_for_sequences_reads_what_sdpa_reads():
-    """A stand-in computes each sequence by itself, its causal mask aligned at the end, as flash attention does."""
+def test_a_kernel_for_sequences_reads_what_sdpa_reads(monkeypatch):
+    """A stand-in computes each sequence by itself, its causal mask aligned at the end, as flash attention does.
+
+    SDPA computes longer segments in blocks, with views of one mask.
+    """
     calls = []
+    monkeypatch.setattr(shared_prompts, "BLOCK", 5)
 
     def kernel(query, key, value, queries_end, keys_end, max_queries, max_keys, *, scale, window_size, enable_gqa):
         calls.append((max_queries, max_keys, window_size))
@@ -259,6 +344,7 @@ def test_a_kernel_for_sequences_reads_what_sdpa_reads():
     row = SharedRow(random_examples(3), (20, 19))
     query, key, value = (torch.randn(1, heads, len(row), 8, generator=generator) for heads in (4, 2, 2))
     expected, _ = shared_prompts.attention(SimpleNamespace(), query, key, value, None, 0.3, shared_row=row)
+    assert [mask.shape[0] for mask in row._masks.values()] == [5 + 7] and max(row.sizes) > 15
     found = shared_prompts.by_kernel(kernel, query, key, value, row, 0.3)
     assert found.shape == expected.shape and (found - expected).abs().max() < 1e-6
     assert calls == [(max(row.sizes), max(row.num_keys), (-1, 0))]
