@@ -362,7 +362,7 @@ def serve(side: str, shape: Shape, conversations: list[Conversation], threads: i
         meter = make_meter(side, connection, keeps_gradient="turns" in shape)
         changes = {"share_prompts": side == "ours", "vllm_importance_sampling_correction": False}
         changes = {**changes, "max_tokens_per_pass": 2**15 if side == "ours" else 1} if "turns" in shape else {}
-        meter.trainer = build_trainer(side, shape, conversations, folder, meter, **changes)
+        meter.trainer = shape.get("build", build_trainer)(side, shape, conversations, folder, meter, **changes)
         with contextlib.suppress(EOFError):  # the parent asks for no further step
             meter.trainer.train()
 
@@ -397,7 +397,7 @@ def both_sides(
         return ask
 
     with contextlib.ExitStack() as stack:
-        yield {name: start(name) for name in (AGENTS if "turns" in shape else SIDES)}
+        yield {name: start(name) for name in shape.get("sides") or (AGENTS if "turns" in shape else SIDES)}
 
 
 # -- Pairs --
