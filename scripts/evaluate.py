@@ -208,7 +208,8 @@ def evaluate(
         known = {None: "unknown: the server does not say", "default": "those that the server was started with"}
         weights = known.get(version, f"version {version}, pushed by a training run: not the named model's")
     if served and holds:
-        weights = check_weights(model, holds, args, model_args, prompt_ids_of(env, rows[0]), env.format_of(tokenizer))
+        named, ids = load_model(holds, args, model_args), prompt_ids_of(env, rows[0])
+        weights = check_weights(model, holds, named, ids, env.format_of(tokenizer))
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     repeated = [row for row in rows for _ in range(k)]
     policy, written = {}, env.format_of(tokenizer)
@@ -264,16 +265,8 @@ def evaluate(
     }  # fmt: skip
 
 
-def check_weights(
-    client: mt.VLLMServerClient,
-    path: str,
-    args: mt.MTGRPOConfig,
-    model_args: mt.ModelKeys,
-    ids: list[int],
-    written: Any,
-) -> str:
+def check_weights(client: mt.VLLMServerClient, path: str, model: Any, ids: list[int], written: Any) -> str:
     """What a server holds, in words. Raises `ServerError` unless its logprobs of `ids` are those of the model."""
-    model = load_model(path, args, model_args)
     count = next((k for k, each in enumerate(reversed(ids[1:])) if is_picture(each)), len(ids) - 1)
     (ours,) = scores_of_model(model, written, contextlib.nullcontext).logprobs([ids[:-count]], [ids[-count:]])
     theirs = client.score(ids)[-count:]

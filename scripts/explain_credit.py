@@ -233,14 +233,10 @@ def render_text(group: GroupCredit, width: int = 119) -> str:
 
 def render_html(group: GroupCredit) -> str:
     """The group side by side, every token coloured by its advantage: one page that loads nothing."""
-    run = {
-        "name": "group", "count": len(group.rows), "last": 0, "metrics": 0, "steps": [1, 1], "notes": [], "modes": [],
-        "stops": [], "tools": [], "errors": [], "rewards": [],
-        "which": f"what every token of {len(group.rows)} rollouts would be trained with",
-    }  # fmt: skip
+    run = {"notes": [], "which": f"what every token of {len(group.rows)} rollouts would be trained with"}
     data = {
         "served": False, "only": True, "start": "group/0/0", "title": group.question,
-        "about": group.settings, "notes": group.notes, "runs": [run], "panels": {"panels": [], "note": None},
+        "about": group.settings, "notes": group.notes, "runs": [run],
         "rollouts": [
             {**table_line(row), "id": k, "attempt": 0, "row": row, "run": 0} for k, row in enumerate(group.rows)
         ],

@@ -68,21 +68,17 @@ def copied(path: str, content: bytes) -> bytes:
     return text.encode()
 
 
-def update_copy() -> None:
-    """Copy what git tracks, and new files that it does not ignore."""
+if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
+    os.chdir(Path(__file__).resolve().parents[1])
+    # What git tracks, and new files that it does not ignore.
     names = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], capture_output=True, check=True).stdout
     for name in (name for name in names.decode().split("\0") if name and Path(name).is_file()):
         content, target = copied(name, Path(name).read_bytes()), COPY / name
         if not target.is_file() or target.read_bytes() != content:  # mutmut goes by the time of a change
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-
-
-if __name__ == "__main__":
-    if "--help" in sys.argv:
-        sys.exit(print(__doc__))
-    os.chdir(Path(__file__).resolve().parents[1])
-    update_copy()
     children = str(max(1, (os.cpu_count() or 1) // 2))
     os.chdir(COPY)
     os.environ["OMP_NUM_THREADS"] = "1"

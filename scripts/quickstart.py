@@ -1,10 +1,6 @@
 """Train a bundled tiny model to use a tool on the CPU, and show what it could do before and after.
 
-    python scripts/quickstart.py                    # a chain of calculations, a reward for each turn
-    python scripts/quickstart.py calculator         # one calculation
-    python scripts/quickstart.py search             # search in an encyclopedia
-    python scripts/quickstart.py zoom               # look closely at a picture
-    python scripts/quickstart.py search --max_steps 20    # any further argument goes to the trainer
+    python scripts/quickstart.py [chain|calculator|search|zoom] [trainer arguments...]
 
 The model starts warm: it knows how a call looks and samples a good one only some of the time. The column "greedy,
 before" says what it could do before any training if it took the most probable token each time. Where that is near 1,

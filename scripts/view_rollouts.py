@@ -236,7 +236,8 @@ class Viewer:
             "/api/info": self.answer(lambda request: {"runs": [run.info() for run in self.runs]}),
             "/api/panels": self.answer(lambda request: curves(self.runs)),
             r"/api/rollouts/{run:\d+}": self.answer(lambda request: self.log_of(request).table(dict(request.query))),
-            r"/api/{kind:rollout|group}/{run:\d+}/{id:\d+}": self.answer(self.of_log),
+            r"/api/rollout/{run:\d+}/{id:\d+}": self.answer(lambda r: self.log_of(r).rollout(int(r.match_info["id"]))),
+            r"/api/group/{run:\d+}/{id:\d+}": self.answer(lambda r: self.log_of(r).group(int(r.match_info["id"]))),
         }
         app.add_routes([web.get(path, handler) for path, handler in routes.items()])
         return app
@@ -281,10 +282,6 @@ class Viewer:
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
         return self.runs[number].log
-
-    def of_log(self, request: web.Request) -> Any:
-        """A rollout, or the group that it is of."""
-        return getattr(self.log_of(request), request.match_info["kind"])(int(request.match_info["id"]))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,16 +23,11 @@ import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.choose import CLOSING_TAGS
 
 
-def load_from_file(generation, tied=True):
-    """Let the engine read what TRL hands to `load_weights` from a file, by its own `reload_weights`.
+def load_from_file(generation):
+    """Let the engine of TRL's `VLLMGeneration` read what TRL hands to `load_weights` from a file.
 
-    Args:
-        generation: TRL's `VLLMGeneration`.
-        tied: Whether `lm_head` is written beside the embedding that it is tied to. On GPUs both are one tensor of the
-            engine; on a CPU the engine keeps a packed copy.
-
-    Returns:
-        The number of weights of each sync, which grows.
+    `lm_head` is written beside the embedding that it is tied to: on GPUs both are one tensor of the engine; on a CPU
+    the engine keeps a packed copy. Returns the number of weights of each sync, which grows.
     """
     llm, loads, weights = generation.llm, [], {}
     model, reset = llm.llm_engine.model_executor.driver_worker.model_runner.model, llm.reset_prefix_cache
@@ -41,7 +36,7 @@ def load_from_file(generation, tied=True):
         weights.update((name, tensor.detach().clone()) for name, tensor in pairs)
 
     def load_and_reset():
-        if tied and "lm_head.weight" not in weights:
+        if "lm_head.weight" not in weights:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         with tempfile.TemporaryDirectory() as folder:
             save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})

@@ -41,7 +41,7 @@ class Fault:
     Args:
         name: Counted under it in `FaultProxy.counts`.
         delay: Seconds before anything else.
-        status, body: Answered in the server's place.
+        status, body, headers: Answered in the server's place.
         drip: Seconds before each byte of that body.
         cut: The connection closes in mid-answer; with `status=0` before the server was asked at all.
         change: From the server's JSON answer to the one that is passed on, bytes as they are.
@@ -54,6 +54,7 @@ class Fault:
     cut: bool = False
     drip: float = 0.0
     change: Callable[[Any], Any] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 Rule = Callable[[Request], Fault | None]
@@ -162,7 +163,7 @@ class FaultProxy:
             if fault.drip:
                 return await self._drip(incoming, fault)
             if fault.status:
-                return self._answer(fault.status, fault.body)
+                return self._answer(fault.status, fault.body, fault.headers)
         if not self.reachable or (fault is not None and fault.status == 0):
             return self._hang_up(incoming)
         headers = {k: v for k, v in incoming.headers.items() if k.lower() not in HOP_BY_HOP}
@@ -194,8 +195,8 @@ class FaultProxy:
         return answer
 
     @staticmethod
-    def _answer(status: int, body: bytes) -> web.Response:
-        return web.Response(status=status, body=body, content_type="application/json")
+    def _answer(status: int, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
+        return web.Response(status=status, body=body, headers=headers, content_type="application/json")
 
     @staticmethod
     def _hang_up(incoming: web.Request) -> web.Response:

@@ -15,11 +15,11 @@ from project import ROOT, json_lines, steps_of
 PLACES = {"optimizer step": ("_get_grad_norm", 5), "save": ("_save_rng_state", 6), "between steps": ("log", 5)}
 
 
-def killed_and_resumed(folder, place, arguments, env=None):
+def killed_and_resumed(folder, place, arguments):
     """Kill a run in `folder` at this place, resume it, and return (the log, the prompts of each step)."""
     command = [warm_python.executable(), __file__, *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "NOTES": str(folder / "notes"),
-           "OMP_NUM_THREADS": "1", **(env or {})}  # fmt: skip
+           "OMP_NUM_THREADS": "1"}  # fmt: skip
     killed = subprocess.run(command, cwd=ROOT, env={**env, "KILLED": place}, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr[-3000:]
     resumed = subprocess.run([*command, "--resume_from_checkpoint", "last"], cwd=ROOT, env=env, capture_output=True,

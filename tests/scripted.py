@@ -228,6 +228,11 @@ def call(name: str, **arguments) -> str:
     return f"<tool>{json.dumps({'name': name, 'args': arguments})}</tool>"
 
 
+def hermes_call(name: str, /, **arguments) -> str:
+    """The same as Qwen3 writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 ADD = '<tool>{"name": "add", "args": {"a": 2, "b": 3}}</tool>'
 ANSWER = "<answer>5</answer>"
 

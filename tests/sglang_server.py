@@ -11,29 +11,18 @@ class SGLangServer(VLLMServer):
     Args:
         context: Tokens of its context.
         images: Whether it reads images.
-        tensor_parallel: Its workers.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *flags: str,
-        context: int = 640,
-        images: bool = False,
-        tensor_parallel: int = 1,
-        timeout: float = 600.0,
-        **kwargs,
-    ):
-        super().__init__(model, *flags, timeout=timeout, **kwargs)
-        self.context, self.images, self.tensor_parallel = context, images, tensor_parallel
+    def __init__(self, model: str | Path, *flags: str, context: int = 640, images: bool = False, **kwargs):
+        super().__init__(model, *flags, timeout=600.0, **kwargs)
+        self.context, self.images = context, images
 
     def command(self) -> tuple[list[str], dict[str, str]]:
         from launch.train import server_command
 
         plan = {
             "engine": "sglang", "model": str(self.model), "revision": "main", "dtype": "float32",
-            "max_model_len": self.context, "trust_remote_code": False, "tensor_parallel": self.tensor_parallel,
-            "images": self.images,
+            "max_model_len": self.context, "trust_remote_code": False, "tensor_parallel": 1, "images": self.images,
         }  # fmt: skip
         command, env = server_command(self.python, plan, self.port, "")
         return [*command, *self.flags], env

@@ -20,21 +20,21 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1250,
-    "core": 12950,
-    "core modules": 59,
+    "core": 12930,
+    "core modules": 57,
     "modules that the script imports": 25,
     "script and package": 21000,
-    "scripts": 8487,
+    "scripts": 8440,
     "tools and rewards": 2780,
     "tests": 34630,
-    "docs": 3985,
+    "docs": 3920,
     "recipes": 2566,
     "root": 437,
     "results, bytes": 131839,
     "notebooks, bytes": 106336,
     "data, bytes": 2181236,
     "own recipe keys": 59,
-    "fmt: skip and fmt: off": 482,
+    "fmt: skip and fmt: off": 480,
     "public names without a docstring": 41,
 }
 

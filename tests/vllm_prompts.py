@@ -9,23 +9,18 @@ MODEL = "hf_recipes/tiny/calculator-hermes-model"
 
 
 class VllmPrompts:
-    """vLLM's renderer with the tokenizer of the tiny model, in this process.
-
-    Args:
-        chat_template: In place of the model's own.
-        arguments: What vLLM gets as --default-chat-template-kwargs.
-    """
+    """vLLM's renderer with the tokenizer of the tiny model and a chat template, in this process."""
 
     _renderer = None
 
-    def __init__(self, chat_template=None, arguments=None):
+    def __init__(self, chat_template):
         pytest.importorskip("vllm.entrypoints.anthropic.serving")
         from vllm.renderers.online_renderer import OnlineRenderer
 
         config, renderer = self.renderer()
         self.renders = OnlineRenderer(
             config, renderer, request_logger=None, chat_template=chat_template, chat_template_content_format="auto",
-            enable_auto_tools=True, tool_parser="hermes", default_chat_template_kwargs=arguments,
+            enable_auto_tools=True, tool_parser="hermes",
         )  # fmt: skip
 
     @classmethod

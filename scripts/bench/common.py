@@ -102,12 +102,10 @@ class VLLMServer:
     def healthy(self) -> bool:
         import requests
 
-        try:
-            with requests.Session() as session:
-                session.trust_env = False
-                return session.get(f"{self.url}/health", timeout=5).ok
-        except requests.RequestException:
-            return False
+        with contextlib.suppress(requests.RequestException), requests.Session() as session:
+            session.trust_env = False
+            return session.get(f"{self.url}/health", timeout=5).ok
+        return False
 
     def wait(self) -> "VLLMServer":
         """Return once it answers."""
@@ -317,10 +315,10 @@ def pyplot() -> Any:
     return pyplot
 
 
-def save_picture(figure: Any, path: Path, grid: str = "both") -> None:
+def save_picture(figure: Any, path: Path) -> None:
     """Light grid lines, no frame above and at the right, into a file."""
     for axis in figure.axes:
-        axis.grid(alpha=0.25, axis=grid)
+        axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

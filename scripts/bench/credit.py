@@ -4,11 +4,7 @@
     python scripts/bench/credit.py --tasks sparse --methods outcome mt_grpo --seeds 0 1
     python scripts/bench/credit.py --report            # only the pictures and the tables, from the results file
 
-Tasks: `chain`, three or four calls, each on the last result; `sparse`, the same from a model that answers fewer than
-one in fifty right, with exact match as its only outcome; `hops`, one or two searches in an encyclopedia, with the
-rewards for TriviaQA; `bifurcation`, where one early call decides and the others are decoys (bench/bifurcation.py);
-`bifurcation-0-2` and the like, where another call decides (0), or there are two decoys (2).
-`lengths`: the task `chain` with `outcome`, by `loss_type`: how long failed rollouts become.
+Tasks: those of docs/credit.md, and `lengths`: `chain` with `outcome`, by `loss_type`: how long failed rollouts become.
 
 All methods of a task have the same model, rewards, seeds, learning rate, batches and sampled tokens. Resumable: each
 finished run is at once a row of docs/results/credit.json, with the commit that made it, and is not run again: delete
@@ -64,12 +60,6 @@ TASKS: dict[str, dict[str, Any]] = {
     "hops": {"title": "Search, one or two hops", "tokens": 35_000, "arguments": HOPS},
     "lengths": {"title": "Chain, by loss_type", "tokens": 60_000, "arguments": CHAIN, "methods": LOSS_TYPES},
 }  # fmt: skip
-STUDY = list(TASKS)
-for decisive, decoys in [(call, others) for others in (2, 3) for call in range(others + 1)]:  # run if they are named
-    settings = {"title": f"Bifurcation: call {decisive} of 0 to {decoys} decides", "seeds": NUM_SEEDS}
-    settings |= {"decisive": decisive, "decoys": decoys}
-    TASKS[f"bifurcation-{decisive}-{decoys}"] = TASKS["bifurcation"] | settings
-SMOOTHED_OVER = 5  # steps
 THRESHOLD, LEARNED = 0.8, 0.5  # of the smoothed training curve; of the held-out exact match
 POINTS = 25  # of a run's curve, at equal distances in sampled tokens
 NUM_PROBLEMS = 256  # held out
@@ -117,7 +107,8 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     how = {"tokenizer": trainer.processing_class, "progress": False, "batch_size": NUM_PROBLEMS}
     result = evaluate.evaluate(trainer.model, recipe, NUM_PROBLEMS, show=NUM_PROBLEMS, **how)
     failed = [each for each in result["conversations"] if not each["rewards"][outcome]]
-    lengths = [sampled_length(each, trainer.processing_class) for each in failed]
+    texts = [[m["content"] for m in each["messages"] if m["role"] == "assistant"] for each in failed]
+    lengths = [sum(len(trainer.processing_class(text)["input_ids"]) for text in of) for of in texts]
     row = {
         **job,
         "commit": commit(),
@@ -161,15 +152,9 @@ def end_at(tokens: int, batch_size: int) -> Any:
     return EndAtTokens()
 
 
-def sampled_length(conversation: dict[str, Any], tokenizer: Any) -> int:
-    """The tokens of the model's own messages in a conversation."""
-    texts = [message["content"] for message in conversation["messages"] if message["role"] == "assistant"]
-    return sum(len(tokenizer(text)["input_ids"]) for text in texts)
-
-
-def smoothed(values: list[float], over: int = SMOOTHED_OVER) -> list[float]:
-    """The mean of the last `over` values, of fewer at the beginning."""
-    return [statistics.fmean(values[max(0, i + 1 - over) : i + 1]) for i in range(len(values))]
+def smoothed(values: list[float]) -> list[float]:
+    """The mean of the last five values, of fewer at the beginning."""
+    return [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
 
 
 def resampled(tokens: list[float], values: list[float], end: float, points: int = POINTS) -> list[float]:
@@ -365,7 +350,7 @@ def report() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=STUDY)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the first ones, as many as a task has")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")

@@ -78,14 +78,8 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     # Without a seed of its own each run's server would sample from the same state.
     with VLLMServer(model, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
-        settings = {
-            "model_name_or_path": model,
-            "credit_assignment": method,
-            "seed": seed,
-            "max_steps": steps,
-            "use_vllm": "true",
-        }
-        settings |= {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        settings = {"model_name_or_path": model, "credit_assignment": method, "seed": seed, "max_steps": steps}
+        settings |= {"use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url}
         settings |= {"vllm_importance_sampling_mode": "token_truncate"}
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         logs = common.train(recipe, output, *words, *resume)

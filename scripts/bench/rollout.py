@@ -1,18 +1,12 @@
 """Measure rollouts on one real vLLM server: this engine, the least time of its requests, and a lockstep loop.
 
-    python scripts/bench/rollout.py            # everything, about 25 minutes on two cores; then the report
+    python scripts/bench/rollout.py            # everything, at most 25 minutes on two cores; then the report
     python scripts/bench/rollout.py --short    # at most 10 minutes, into runs/bench_rollout_short.json
     python scripts/bench/rollout.py --report   # only the section of docs/speed.md, from docs/results/rollout.json
 
-Shapes, one after another within each repetition, with the same prompts, limits and tool, and an empty prefix cache:
-
-- engine: the trainer's own path. One coroutine per conversation: its tool runs while others generate.
-- reference: every request that the engine made (the same ids, as many tokens as it sampled) sent at once by a client
-  that does nothing else, plus the longest chain of tool waits of a conversation, which the engine can partly hide.
-- lockstep: everybody's turn in one batch, wait for the slowest; the tools one after another; the next turn.
-
-The tool is the recipe's calculator after a wait. Conversations are sampled, so the shapes run different ones of the
-same length.
+The shapes (`engine`, `send`, `lockstep`) come one after another within each repetition, with the same prompts, limits
+and tool, the recipe's calculator after a wait, and an empty prefix cache. `section` says what they are. Conversations
+are sampled, so the shapes run different ones of the same length.
 """
 
 import asyncio
@@ -37,31 +31,14 @@ from bench.common import Frame, VLLMServer, machine, memory, prepare, rounded, s
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 GROUP = 8  # conversations per prompt
-SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory cannot be an earlier run's
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
-WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05), 1.0: (1.0,)}
-HEADLINE = (256, 0.2)  # which is measured most often
-SHOWN = ((64, 0.0), (256, 0.0), HEADLINE)  # in the page's table
+WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05)}
+# (conversations, mean wait) -> (repetitions, those with the lockstep loop). Sizes ascend, so that a peak of memory
+# cannot be an earlier run's.
+CELLS = {(64, 0.0): (5, 5), (256, 0.0): (5, 5), (256, 0.2): (5, 3), (1024, 0.0): (3, 0), (1024, 0.2): (3, 0)}
+SHOWN = list(CELLS)[:3]  # in the page's table, and measured twice with --short
 
 Row = dict[str, Any]
-
-
-def plan(short: bool) -> list[tuple[int, float, int, int]]:
-    """(conversations, tool wait in seconds, repetitions, those with the lockstep loop), in ascending order.
-
-    >>> [cell[2:] for cell in plan(short=True) if cell[:2] == HEADLINE]
-    [(3, 3)]
-    """
-    cells, largest = [], max(SIZES)
-    for size, wait in itertools.product(SIZES, WAITS):
-        headline = (size, wait) == HEADLINE
-        if short:
-            repetitions, lockstep = (3, 3) if headline else (1 if size == largest else 2, 0)
-        else:
-            repetitions = 3 if size == largest else 5
-            lockstep = 0 if size == largest else 1 if wait == 1.0 else 3 if headline else 5
-        cells.append((size, wait, repetitions, lockstep))
-    return cells
 
 
 # -- The three shapes --
@@ -225,7 +202,7 @@ def measure(bench: Bench, short: bool) -> list[Row]:
     for shape in ("engine", "reference"):
         bench.run(shape, 256, 0.0)
     runs: list[Row] = []
-    for conversations, wait, repetitions, lockstep in plan(short):
+    for (conversations, wait), (repetitions, lockstep) in (dict.fromkeys(SHOWN, (2, 2)) if short else CELLS).items():
         for repetition in range(repetitions):
             for shape in ("engine", "reference", *["lockstep"] * (repetition < lockstep)):
                 row = {**bench.run(shape, conversations, wait), "repetition": repetition}

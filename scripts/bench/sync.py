@@ -1,11 +1,11 @@
-"""Weight sync: seconds by model size for `weight_sync: disk`, and where they go, on a CPU with a real vLLM server.
+"""Weight sync: seconds for `weight_sync: disk`, and where they go, on a CPU with a real vLLM server.
 
-    python scripts/bench/sync.py             # all sizes in float32, the largest in bfloat16 too, and LoRA; the report
+    python scripts/bench/sync.py             # in float32, in bfloat16, and a LoRA; the report
     python scripts/bench/sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
     python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/results/sync.json
 
-Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
-shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
+The model has random weights in the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json). What a push costs does
+not depend on their values.
 
 The trainer's own push and check are measured, after a weight was changed; the first push of a server is not counted.
 One repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset
@@ -30,15 +30,8 @@ from bench.common import ROOT, Frame, VLLMServer, machine, memory, prepare, roun
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 QWEN = json.loads((ROOT / "scripts/bench/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
-# Size -> what its Qwen3 configuration has; None: the bundled model.
-SIZES: dict[str, dict[str, int] | None] = {
-    "0.9M": None,
-    "0.1B": {
-        "vocab_size": 32_000, "hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 2304,
-    },
-}  # fmt: skip
-SIZES["0.6B"] = {key: QWEN[key] for key in SIZES["0.1B"]}
+SHAPE = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
+SIZES = {"0.6B": {key: QWEN[key] for key in SHAPE.split()}}  # what its Qwen3 configuration has
 PHASES = ("gather", "write", "load", "check")
 REPETITIONS, SHORT_REPETITIONS = 5, 3
 LORA_RANK = 16
@@ -49,9 +42,7 @@ SYNC_DIR = "/dev/shm"  # where the weights pass, as by default
 
 
 def build_model(size: str, folder: Path, dtype: str) -> Path:
-    """Path of the model of that size: the bundled one, or one with random weights that is saved into `folder`."""
-    if SIZES[size] is None:
-        return TINY
+    """Path of the model of that size, with random weights, which is saved into `folder`."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -159,8 +150,8 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     return rounded(row)
 
 
-def measure(size: str, dtype: str, repetitions: int, lora: bool = False) -> dict[str, Any]:
-    """Start a server for a model of that size, push to it, or an adapter alone, and return the row of results."""
+def measure(dtype: str, repetitions: int, lora: bool = False) -> dict[str, Any]:
+    """Start a server for the model, push to it, or an adapter alone, and return the row of results."""
     from mt_grpo.generation.weights import adapter_weights
 
     flags, env = ("--max-model-len", "512", "--logprobs-mode", "processed_logprobs", "--dtype", dtype), {}
@@ -168,7 +159,7 @@ def measure(size: str, dtype: str, repetitions: int, lora: bool = False) -> dict
         flags += ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(LORA_RANK))
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        model = build_model(size, Path(folder) / "model", dtype)
+        model = build_model("0.6B", Path(folder) / "model", dtype)
         with VLLMServer(model, *flags, env=env, log=Path(folder) / "vllm.log", timeout=400) as server:
             trainer = build_trainer(model, server.port, dtype, folder, lora)
             weights = adapter_weights(trainer.model) if lora else trainer.vllm_generation.named_weights()
@@ -181,10 +172,10 @@ def measure(size: str, dtype: str, repetitions: int, lora: bool = False) -> dict
         gc.collect()
         plain = [plain_seconds(SYNC_DIR, counts["bytes"]) for _ in range(repetitions)]
         disk = [plain_seconds(folder, counts["bytes"], disk=True) for _ in range(min(repetitions, 3))]
-    return summary(size, f"{dtype}, LoRA" if lora else dtype, counts, pushes, plain, disk)
+    return summary("0.6B", f"{dtype}, LoRA" if lora else dtype, counts, pushes, plain, disk)
 
 
-# -- All models, the report --
+# -- The report --
 
 
 def short(seconds: float) -> str:
@@ -231,15 +222,13 @@ def main(argv: list[str] | None = None) -> None:
         return
     repetitions = SHORT_REPETITIONS if options.short else REPETITIONS
     prepare(threads=1)
-    jobs = [(size, "float32", False) for size in SIZES]
-    jobs += [] if options.short else [("0.6B", "bfloat16", False)]
-    jobs += [(size, "float32", True) for size in SIZES if SIZES[size] is not None]
+    jobs = [("float32", False), *([] if options.short else [("bfloat16", False)]), ("float32", True)]
     results: dict[str, Any] = {"machine": machine(), "sync_dir": SYNC_DIR, "short": options.short, "rows": []}
-    for size, dtype, lora in jobs:
-        row = measure(size, dtype, repetitions, lora)
+    for dtype, lora in jobs:
+        row = measure(dtype, repetitions, lora)
         results["rows"].append(row)
         FRAME.keep(results, options.short)
-        print(f"{size} {row['dtype']}: {row['bytes'] / 1e6:.0f} MB: {row['seconds']}", flush=True)
+        print(f"{row['dtype']}: {row['bytes'] / 1e6:.0f} MB: {row['seconds']}", flush=True)
     FRAME.finish(results, options.short)
 
 

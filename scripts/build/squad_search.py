@@ -27,9 +27,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # imports begin in scripts/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from mt_grpo.recipe.data import json_lines
 
 HUB_DATASET = "rajpurkar/squad_v2"

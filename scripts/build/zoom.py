@@ -20,8 +20,6 @@ from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/ and in the clone's root
     sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
-    if "--help" in sys.argv:  # also without the packages below
-        sys.exit(print(__doc__))
 
 from PIL import Image
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration as VisionModel

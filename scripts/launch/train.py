@@ -335,11 +335,6 @@ class Launch:
         self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def tell(self, line: str) -> None:
-        self.told.append(line)
-        with contextlib.suppress(BrokenPipeError):  # without a keeper, `end` does its work
-            os.write(self.keeper.stdin.fileno(), f"{line}\n".encode())
-
     def start(self, name: str, command: Command, **options: Any) -> subprocess.Popen:
         """Start a command in a session of its own, known to the keeper."""
         arguments, environment = command
@@ -348,7 +343,9 @@ class Launch:
         environment = {**os.environ, **environment, keeper.MARK: self.mark}
         options |= {"stdin": subprocess.DEVNULL, "start_new_session": True, "close_fds": False}
         process = subprocess.Popen(arguments, env=environment, **options)
-        self.tell(f"process {name} {process.pid}")
+        self.told.append(f"process {name} {process.pid}\n")
+        with contextlib.suppress(BrokenPipeError):  # without a keeper, `end` does its work
+            os.write(self.keeper.stdin.fileno(), self.told[-1].encode())
         return process
 
     def end(self) -> None:
@@ -384,7 +381,7 @@ def exit_code(process: subprocess.Popen) -> int:
 
 def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
     """(recipe, further arguments). Names count from the caller's folder, then the root becomes the current one."""
-    if "--help" in argv:
+    if {"--help", "-h"} & set(argv):
         sys.exit(print(sys.modules["__main__"].__doc__))
     recipes = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("hf_recipes/[!a]*/*.yaml")))
     recipe = argv[0] if argv else ""

@@ -64,7 +64,6 @@ class Position:
     number: int  # of the segment that is being read
     at: int = 0  # how many bytes of it were read
     first_line: bytes = b""
-    seen: Any = None  # the file and its size when it was last read
     kept: deque[tuple[int, int]] = field(default_factory=deque)  # (id, bytes), the oldest first
 
 
@@ -122,8 +121,7 @@ class LogReader:
             if number > position.number:
                 position.number, position.at, position.first_line = number, 0, b""
             try:
-                seen = path, path.stat().st_size
-                if number < position.number or seen == position.seen:
+                if number < position.number:
                     continue
                 with open(path, "rb") as file:
                     if segments(self.folder).get(rank, {}).get(number) != path:
@@ -131,7 +129,6 @@ class LogReader:
                     self._read_lines(position, file)
             except FileNotFoundError:
                 return
-            position.seen = seen
             size = sum(size for _, size in position.kept)
             while size > most_bytes and len(position.kept) > 1:
                 number_of_oldest, size_of_oldest = position.kept.popleft()

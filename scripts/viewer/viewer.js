@@ -131,7 +131,7 @@ const PAGE = {
 };
 
 const source = DATA.served ? SERVER : PAGE;
-const state = { info: null, place: null, filters: undefined, shown: "", colour: "advantage", view: 0 };
+const state = { info: null, place: {}, filters: undefined, shown: "", colour: "advantage", view: 0 };
 const main = el("main");
 
 // -- 3. Curves --
@@ -295,8 +295,7 @@ async function showTable(query) {
   query = { ...query, run: run || undefined };
   const first = Number(query.offset || 0), limit = 50;
   const { total, rows } = await source.table({ ...query, limit });
-  // What "back", "next" and "previous" mean.
-  state.place = { run, query, list: rows.map((item) => item.id), last: first + rows.length >= total };
+  state.place = query;
   const page = (offset, label) => el("button", { type: "button", disabled: offset < 0 || offset >= total || null,
     onclick: () => { location.hash = hashOf("rollouts", { ...query, offset: String(offset) }); } }, label);
   return [
@@ -366,18 +365,14 @@ function hints(items) {
   return state.colour !== "none" && el("p", { class: "soft small" }, text);
 }
 
-function tokenNumbers(turn, i) {
-  return { id: turn.token_ids?.[i] ?? "?", "in the loss": turn.loss_mask?.[i] === 0 ? "no" : "yes",
-    advantage: signed(turn.advantages?.[i], 4), logprob: number(turn.logprobs?.[i], 4),
-    "trainer's logprob": number(turn.trainer_logprobs?.[i], 4), difference: number(difference(turn, i), 6) };
-}
-
 // INVARIANT: one span of class `t` per token, and of class `out` if and only if it is not in the loss.
 function tokenSpans(turn, colour, scale) {
   return turn.token_texts.map((text, i) => {
     const out = turn.loss_mask?.[i] === 0;
     const value = colour && !(colour.trained && out) ? colour.token(turn, i) : null;
-    const title = Object.entries(tokenNumbers(turn, i)).map(([name, shown]) => `${name} ${shown}`).join(", ");
+    const title = `id ${turn.token_ids?.[i] ?? "?"}, in the loss ${out ? "no" : "yes"}, `
+      + `advantage ${signed(turn.advantages?.[i], 4)}, logprob ${number(turn.logprobs?.[i], 4)}, `
+      + `trainer's logprob ${number(turn.trainer_logprobs?.[i], 4)}, difference ${number(difference(turn, i), 6)}`;
     return el("span", { class: out ? "t out" : "t", title, background: paint(colour, value, scale) }, visible(text));
   });
 }
@@ -491,17 +486,11 @@ function about(item, withPlace) {
   return definitions(lines.filter(Boolean));
 }
 
-// Of a prompt of more than five messages, those before the question are folded: examples, or a history.
 function promptParts(item) {
   const given = item.row.messages.slice(0, item.prompt_messages).filter(Boolean);
-  const parts = given.map((message) => part("given", message.role, [], message.role === "system"
+  return given.map((message) => part("given", message.role, [], message.role === "system"
     ? folded(textOf(message.content).slice(0, 80), el("pre", {}, textOf(message.content)))
     : message.role === "assistant" ? el("pre", {}, textOf(message.content)) : readText(item, message.content)));
-  const asked = given.findLastIndex((message) => message.role === "user");
-  const first = given.findIndex((message) => !["system", "developer"].includes(message.role));
-  if (parts.length <= 5 || asked <= first) return parts;
-  const title = `${asked - first} messages of the prompt before the question, such as examples`;
-  return [...parts.slice(0, first), folded(title, parts.slice(first, asked)), ...parts.slice(asked)];
 }
 
 function conversation(item, title, colour, scale, withPrompt) {
@@ -514,15 +503,9 @@ function conversation(item, title, colour, scale, withPrompt) {
 
 async function showRollout(run, id) {
   const item = { ...await source.rollout(run, id), run }, colour = COLOURS[state.colour], scale = scaleOf([item], colour);
-  const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
-  const at = known.list.indexOf(id);
-  const go = (to, label) => to !== undefined && el("a", { href: conversationHash("rollout", run, to) }, label);
   return [
     el("div", { class: "bar" }, el("a", { href: conversationHash("group", run, id) }, "◂ group"),
-      el("a", { href: hashOf("rollouts", known.query) }, "list"),
-      go(known.list[at - 1], "previous"), at >= 0 && go(known.list[at + 1], "next"),
-      at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "end of this page of the list"),
-      colourBar([item], "rollout", run, id)),
+      el("a", { href: lastTable() }, "list"), colourBar([item], "rollout", run, id)),
     hints([item]),
     conversation(item, `${stepText(item.step, item.mode)}, rollout ${item.number}`, colour, scale, true),
   ];
@@ -589,8 +572,6 @@ async function groupChoices(item, run) {
     el("a", { href: lastTable() }, "list"));
 }
 
-const byReward = (items) => [...items].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
-
 // The group of rollout `id`; without it the first group of a step, which is the newest unless the address names one.
 async function showGroup(run, id, query) {
   if (id === undefined) {
@@ -601,7 +582,9 @@ async function showGroup(run, id, query) {
     if (!rows.length) return [el("p", { class: "soft" }, "The log has no rollouts yet.")];
     id = rows[0].id;
   }
-  const items = byReward(await source.group(run, id)), [first] = items, gold = goldAnswer(first.row);
+  const items = await source.group(run, id);
+  items.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
+  const [first] = items, gold = goldAnswer(first.row);
   const colour = COLOURS[state.colour], scale = scaleOf(items, colour);
   return [
     DATA.only ? el("div", { class: "bar" }, colourBar(items, "group", run, id)) : await groupChoices(first, run),
@@ -635,7 +618,7 @@ function place() {
   return { parts: path.split("/"), query: Object.fromEntries(new URLSearchParams(search || "")) };
 }
 
-const lastTable = () => hashOf("rollouts", state.place?.query || {});
+const lastTable = () => hashOf("rollouts", state.place);
 
 async function show() {
   const { parts: [view, run = 0, id], query } = place();

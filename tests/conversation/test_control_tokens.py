@@ -6,9 +6,9 @@ import json
 import random
 import re
 import types
-from pathlib import Path
 
 import pytest
+from project import ROOT
 from scripted import ScriptedTexts
 from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
@@ -19,7 +19,6 @@ from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.rollout import Origin, Reply, StopReason, ToolCall, ToolResult, join
 from mt_grpo_trainer import MultiTurnToolEnv
 
-ROOT = Path(__file__).parents[2]
 TINY = ("calculator-model", "calculator-hermes-model", "zoom-model")  # each with a chat template of its own
 CHATML = {"<|im_start|>", "<|im_end|>"}
 LLAMA = {"<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"}

@@ -678,13 +678,10 @@ def test_calls_beyond_the_limit_are_answered_with_an_error(monkeypatch):
     assert backend.of(0)[1].prompt == rollout.prompt_ids + ids(turn) + ids(read)
 
 
-@pytest.mark.parametrize(
-    "most, text, answer, reason",
-    [(5, "It is", None, StopReason.MAX_TOKENS), (None, "It is five.", "It is five.", StopReason.ANSWERED)],
-)
-def test_a_text_that_the_budget_cut_off_is_no_answer(most, text, answer, reason):
-    rollout, _ = run_hermes(Counter, "It is five.<|im_end|>", max_turn_tokens=most)
-    assert (rollout.turns[0].text, rollout.turns[0].answer, rollout.stop_reason) == (text, answer, reason)
+def test_a_text_that_the_budget_cut_off_is_no_answer():
+    rollout, _ = run_hermes(Counter, "It is five.<|im_end|>", max_turn_tokens=5)
+    assert (rollout.turns[0].text, rollout.turns[0].answer) == ("It is", None)
+    assert rollout.stop_reason == StopReason.MAX_TOKENS
 
 
 def test_rows_choose_among_several_environments():

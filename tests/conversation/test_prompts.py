@@ -5,13 +5,12 @@ import json
 import random
 
 import pytest
-from scripted import CHATML_TOKENIZER, Scripted, add, call, echo, make_tokenizer
+from scripted import ANSWER, CHATML_TOKENIZER, Scripted, add, call, echo, make_tokenizer
 from test_formats import FAMILIES, tokenizer_of
 
 from mt_grpo.rollout import Reply
 from mt_grpo_trainer import MultiTurnToolEnv
 
-ANSWER = "<answer>5</answer>"
 # Writes all that a message holds, as it is held: 1, True and 1.0 are three things, and keys have an order.
 LITERAL = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"

@@ -7,14 +7,14 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import data_file
-from project import json_lines
+from fault_proxy import Fault, FaultProxy
+from project import ROOT, json_lines
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = ROOT / "tools"
 
 
 def load(name: str):
@@ -304,40 +304,25 @@ PASSAGES = [
 ]
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Search-R1's retrieval server: one list of scored documents per query. Scripted replies come first."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append(request := json.loads(body))
-        reply = self.server.replies.pop(0) if self.server.replies else {}
-        assert self.path == "/retrieve" and request.keys() == {"queries", "topk", "return_scores"}
-        found = [] if request["queries"] == ["nothing"] else PASSAGES[: request["topk"]]
-        documents = [{"document": {"contents": f'"{title}"\n{text}'}, "score": 0.9} for title, text in found]
-        data = reply.get("text", json.dumps({"result": [documents]})).encode()
-        self.send_response(reply.get("status", 200))
-        for name, value in {"Content-Length": len(data), **reply.get("headers", {})}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def server(wiki, monkeypatch):
-    """A server of Search-R1's protocol, and the tool set to it."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.replies, server.requests, server.url = [], [], f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    """Search-R1's retrieval server, and the tool set to it: scored documents, or what a test puts into `replies`."""
+    served = SimpleNamespace(requests=[], replies=[])
+
+    def answer(request):
+        served.requests.append(request.payload)
+        assert request.path == "/retrieve" and request.payload.keys() == {"queries", "topk", "return_scores"}
+        found = [] if request.payload["queries"] == ["nothing"] else PASSAGES[: request.payload["topk"]]
+        documents = [{"document": {"contents": f'"{title}"\n{text}'}, "score": 0.9} for title, text in found]
+        said = {"status": 200, "text": json.dumps({"result": [documents]})}
+        reply = {**said, **(served.replies.pop(0) if served.replies else {})}
+        return Fault("said", status=reply["status"], body=reply["text"].encode(), headers=reply.get("headers", {}))
+
     monkeypatch.setenv("WIKI_SEARCH_BACKEND", "retrieval")
-    monkeypatch.setenv("WIKI_SEARCH_URL", server.url)
-    yield server
-    server.shutdown()
-    server.server_close()
+    with FaultProxy("http://127.0.0.1:9", answer) as proxy:
+        monkeypatch.setenv("WIKI_SEARCH_URL", proxy.url)
+        served.url, served.server_close = proxy.url, proxy.close
+        yield served
 
 
 @pytest.mark.contract("wiki_search")

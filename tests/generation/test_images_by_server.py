@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import random
+from unittest.mock import Mock
 
 import evaluate
 import pytest
@@ -272,10 +273,6 @@ def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder
 
 
 def test_a_server_that_takes_no_images_is_refused(client, server, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "check_it_reads_images", refused)
+    monkeypatch.setattr(checks, "check_it_reads_images", Mock(side_effect=ServerError("It takes none.")))
     with pytest.raises(ServerError, match="It takes none"):
         make_served_run(folder, tmp_path, server.port)
-
-
-def refused(*_):
-    raise ServerError("It takes none.")

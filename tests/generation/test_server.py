@@ -15,7 +15,7 @@ from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from processes import on_two_ranks
 from project import ROOT, steps_of, trained
-from server_run import FLAGS, calculator, make_trainer
+from server_run import FLAGS, MODEL, calculator, make_trainer
 from test_first_batch import recipe_file
 from test_rewards import load
 from test_sharded import FSDP2, WORKER, launch
@@ -31,14 +31,13 @@ from mt_grpo.training.policy_scores import scores_of_model, scores_of_servers
 from mt_grpo_trainer import MTGRPOConfig, MultiTurnToolEnv, VLLMServerClient, main
 
 pytest.importorskip("vllm")
-TINY = ROOT / "hf_recipes/tiny/calculator-model"
 
 
 @pytest.fixture(scope="module")
 def served_model(tmp_path_factory):
     """A copy of the bundled model whose generation_config asks for greedy decoding, to show that we override it."""
     path = tmp_path_factory.mktemp("served") / "model"
-    shutil.copytree(TINY, path)
+    shutil.copytree(MODEL, path)
     config = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps({**config, "top_k": 1}))
     return path

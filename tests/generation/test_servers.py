@@ -249,12 +249,10 @@ def test_an_error_of_a_conversation_ends_all_of_them():
 class Settled(Stub):
     """A server's side of a push."""
 
-    engine = engine_of("vllm")
-
     def __init__(self, number, **values):
         super().__init__(number, [])
         self.up, self.values = True, {"model": "m", "dtype": "torch.float32", "max_model_len": 640, **values}
-        self.asked, self.engines, self.restarts = 0, 1, 0
+        self.engines, self.restarts = 1, 0
         self.transfer = SimpleNamespace(forget_restarted=self.forget)
 
     def forget(self):

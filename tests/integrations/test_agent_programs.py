@@ -1,6 +1,5 @@
 """Programs that people run, unchanged, on a scripted policy: records are exact, and credit is on the right turns."""
 
-import json
 import os
 import re
 import shutil
@@ -8,6 +7,7 @@ import subprocess
 
 import pytest
 from project import ROOT
+from scripted import hermes_call
 from test_agents import TOKENIZER, ids, run
 from vllm_prompts import VllmPrompts
 
@@ -45,11 +45,6 @@ def packages(tmp_path_factory):
     if done.returncode:
         pytest.skip(f"npm cannot install them: {done.stderr.strip()[-300:]}")
     return folder
-
-
-def bash(name, command, **more):
-    """A call of a tool that runs a line of shell."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {**command, **more}})}\n</tool_call>"
 
 
 def block(word):
@@ -96,7 +91,7 @@ def by_shell(tmp_path, monkeypatch, packages, body):
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 def test_qwen_code(packages, tmp_path, monkeypatch, api):
     command = by_shell(tmp_path, monkeypatch, packages, QWEN_CODE.replace("{api}", api))
-    turn = THINKS + bash("run_shell_command", {"command": "echo $((17 * 23))"}, is_background=False)
+    turn = THINKS + hermes_call("run_shell_command", command="echo $((17 * 23))", is_background=False)
     rollout = rollout_of(command, turn, "391")
     assert "Output: 391" in rollout.turns[0].results[0].text
 
@@ -104,7 +99,7 @@ def test_qwen_code(packages, tmp_path, monkeypatch, api):
 def test_codex(packages, tmp_path, monkeypatch):
     """By its defaults: a WebSocket first, tools in namespaces, a web search, reasoning that it cannot encrypt."""
     command = by_shell(tmp_path, monkeypatch, packages, block("codex exec"))
-    turn = THINKS + bash("exec_command", {"cmd": "echo $((17 * 23))"})
+    turn = THINKS + hermes_call("exec_command", cmd="echo $((17 * 23))")
     rollout = rollout_of(command, turn, turn, "391")
     for called in rollout.turns[:2]:
         (result,) = called.results
@@ -115,7 +110,7 @@ def test_codex(packages, tmp_path, monkeypatch):
 
 def test_pi(packages, tmp_path, monkeypatch):
     command = by_shell(tmp_path, monkeypatch, packages, block("pi --provider"))
-    turn = THINKS + bash("bash", {"command": "echo $((17 * 23))"})
+    turn = THINKS + hermes_call("bash", command="echo $((17 * 23))")
     rollout = rollout_of(command, turn, turn, "391")
     assert [[each.text for each in turn.results] for turn in rollout.turns] == [["391\n"], ["391\n"], []]
 
@@ -126,7 +121,7 @@ def test_codex_compacts_its_history(packages, tmp_path, monkeypatch):
     body = block("codex exec").replace('--config "openai_base_url=\\"$OPENAI_BASE_URL\\""', settings)
     body = body.replace(settings, f"{settings} --config model_auto_compact_token_limit=7000")
     command = by_shell(tmp_path, monkeypatch, packages, body)
-    called = THINKS + bash("exec_command", {"cmd": "echo $((17 * 23))"})
+    called = THINKS + hermes_call("exec_command", cmd="echo $((17 * 23))")
     rollout = rollout_of(command, called, "I have computed 391.", "391", records=[[0], [1], [2]])
     asked, behind = (TOKENIZER.decode(record.prompt_ids) for record in rollout.records[1:])
     assert "CONTEXT CHECKPOINT COMPACTION" in asked and "<tools>" not in asked

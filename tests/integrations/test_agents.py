@@ -356,11 +356,11 @@ def test_streams(monkeypatch, seconds):
         run(agent, mt.ServerError("gone"), seconds=seconds)  # no failure of the agent, which is told
 
 
-async def post(client, body, **headers):
+async def post(client, body, path="chat/completions", **headers):
     async with httpx.AsyncClient(trust_env=False) as http:
         headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json", **headers}
         content = json.dumps(body)  # httpx would not write a lone surrogate
-        return await http.post(f"{client.base_url}chat/completions", content=content, headers=headers)
+        return await http.post(f"{client.base_url}{path}", content=content, headers=headers)
 
 
 def said_in(answer):
@@ -1094,24 +1094,3 @@ def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
     lost = [turn for turn in rollout.turns if turn.info.get("received") is False]
     assert not any(turn.trained for turn in lost) and len(lost) < len(rollout.turns) / 2
     assert trained + sum(len(turn.token_ids) for turn in lost) == sum(len(sampled) for _, sampled in llm.asked)
-
-
-RECIPE = {
-    "model_name_or_path": "hf_recipes/tiny/calculator-hermes-model", "dataset_name": "arithmetic", "use_cpu": True,
-    "bf16": False, "environment": "openai_agent", "tool_format": "hermes",
-    "agent": "tools/agents/calculator.py:solve",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change, message", [
-    ({"agent_command": "python x.py"}, "both of agent and agent_command"),
-    ({"max_env_steps": 5}, "max_env_steps has no effect"),
-])  # fmt: skip
-def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr(mt.MTGRPOEnvTrainer, "__init__", lambda *args, **kwargs: pytest.fail("a model is loaded"))
-    recipe = {**RECIPE, "output_dir": str(tmp_path), **change}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(recipe))
-    with pytest.raises(ValueError, match=message):
-        arguments = mt.parse_arguments(["--config", str(path)])
-        mt.build_trainer(*arguments)

@@ -14,11 +14,10 @@ from transformers import AutoTokenizer
 import mt_grpo_trainer as mt
 from mt_grpo.integrations.gym.environment import gym_environment
 from mt_grpo.integrations.gym.text import GymText
-from mt_grpo.recipe.plugins import load_class
+from mt_grpo.recipe.plugins import load_class, load_conversation
 from mt_grpo.rollout import StopReason
 
 MODEL = ROOT / "hf_recipes/tiny/gym-model"
-LAKE = "hf_recipes/tiny/frozen_lake.yaml"
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 END = [TOKENIZER.eos_token_id]
 LAKE_RULES = "Answer with an action as <action>...</action>: left, down, right or up.\n"
@@ -276,13 +275,6 @@ def test_an_environment_is_played_again(games):
     game.close()
 
 
-def load(*arguments, recipe=LAKE):
-    script_args, args, _ = mt.parse_arguments(["--config", recipe, *arguments])[:3]
-    from mt_grpo.recipe.plugins import load_conversation
-
-    return load_conversation(script_args, args, mt.MultiTurnToolEnv)
-
-
 def test_a_class_of_ones_own(games, monkeypatch):
     """Arguments on the command line are JSON."""
     monkeypatch.chdir(games.parent)
@@ -291,16 +283,7 @@ def test_a_class_of_ones_own(games, monkeypatch):
         "max_steps: 1\nuse_cpu: true\nbf16: false\n"
         f"dtype: float32\nmodel_name_or_path: {MODEL}\ntool_format: hermes\n"
     )
-    _, cls = load("--gym_kwargs", '{"most": 2}', "--gym_actions", "back", "stay", "on", recipe="own.yaml")
-    game = cls()
+    arguments = ["--gym_kwargs", '{"most": 2}', "--gym_actions", "back", "stay", "on"]
+    script_args, args, _ = mt.parse_arguments(["--config", "own.yaml", *arguments])
+    game = load_conversation(script_args, args, mt.MultiTurnToolEnv)[1]()
     assert game.reset() == "Play!\nStep 0." and game.env.most == 2 and game.text.actions["on"] == 1
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (["--gym_env", "null"], "environment: gym without gym_env"),
-    (["--tool_format", "xml"], "tool_format='xml' does not fit"),
-    (["--tools_script", "tools/calculator.py"], "tools_script has no effect with environment: gym"),
-])  # fmt: skip
-def test_bad_input_is_rejected_before_a_model_is_loaded(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        load(*arguments)

@@ -12,7 +12,7 @@ import pytest
 from bench.common import free_port
 from openenv_server import CALLS, Adds, Count, Served
 from project import ROOT, trained
-from scripted import QWEN3, Scripted, ids, make_tokenizer, verify
+from scripted import QWEN3, Scripted, hermes_call as call, ids, make_tokenizer, verify
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
@@ -41,10 +41,6 @@ def play(cls, *turns, rows=({},), prompt="", **settings):
     rollouts = env.generate(prompts, backend, rows=rows)["rollouts"]
     verify(env, [rollout for rollout in rollouts if not rollout.failed], backend)
     return rollouts, backend
-
-
-def call(name, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def rewards(rollout):

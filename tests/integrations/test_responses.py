@@ -2,9 +2,9 @@
 
 import json
 
-import httpx
 import pytest
-from test_agents import CALL, FLAT, TOKENIZER, ask, ids, respond, run, user
+from scripted import hermes_call
+from test_agents import CALL, FLAT, TOKENIZER, ask, ids, post, respond, run, user
 from test_anthropic import with_template
 
 from mt_grpo.training.batch import trained_records
@@ -13,20 +13,7 @@ SPACE = {"type": "namespace", "name": "sums", "description": "Sums.", "tools": [
 SHELL = {"type": "custom", "name": "shell", "description": "Run a line."}
 THINKS = "<think>Hm.</think>"
 ASKS = "<|im_start|>assistant\n"
-
-
-def calls(name, **arguments):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-
-
-SUM, LINE = calls("sums__add", a=1, b="x y"), calls("shell", input="ls -l\n")
-
-
-async def post(client, body, **headers):
-    async with httpx.AsyncClient(trust_env=False) as http:
-        headers = {"Authorization": f"Bearer {client.api_key}", **headers}
-        content = body if isinstance(body, bytes) else json.dumps(body)
-        return await http.post(f"{client.base_url}responses", content=content, headers=headers)
+SUM, LINE = hermes_call("sums__add", a=1, b="x y"), hermes_call("shell", input="ls -l\n")
 
 
 def outputs(said, text="2"):
@@ -139,7 +126,7 @@ def test_an_answer_is_not_read_twice():
         item = said.output[0]
         behind = {"input": [item.to_dict(), user("b")], "previous_response_id": said.id}
         for more in (behind, {"input": [user("a"), reference(item), item.to_dict()]}):
-            answer = await post(client, {"model": "policy", **more})
+            answer = await post(client, {"model": "policy", **more}, "responses")
             assert answer.status_code == 400 and "Duplicate item" in answer.json()["error"]["message"], answer.text
 
     run(agent, "It is 2.")
@@ -156,7 +143,7 @@ def test_what_another_conversation_was_answered_is_refused():
         said, own = seen["said"], await respond(client, "a", tools=[FLAT])
         bodies = [{"input": "b", "previous_response_id": said.id}, {"input": [{"type": "item_reference", "id": "x"}]}]
         for body in (*bodies, *({"input": [reference(item)]} for item in said.output)):
-            answer = await post(client, {"model": "policy", **body})
+            answer = await post(client, {"model": "policy", **body}, "responses")
             assert answer.status_code in (400, 404) and "not found" in answer.json()["error"]["message"], answer.text
         with pytest.raises(ValueError, match="no trained answer"):
             client.reward(1.0, answer=said)
@@ -172,7 +159,7 @@ def test_what_another_conversation_was_answered_is_refused():
 
 def test_arguments_that_are_no_text_for_a_custom_tool_come_back_as_they_were():
     """The program gets them as its text, as from vLLM, and what it sends is known for what was sampled."""
-    odd = calls("shell", command="ls")
+    odd = hermes_call("shell", command="ls")
 
     async def agent(row, client):
         said = await respond(client, "a", tools=[SHELL])
@@ -222,7 +209,7 @@ REFUSED = [  # a change of a request, and the parameter that the error names
 def test_what_cannot_be_served_is_refused():
     async def agent(row, client):
         for change, param in REFUSED:
-            answer = await post(client, {"model": "policy", "input": "a", **change})
+            answer = await post(client, {"model": "policy", "input": "a", **change}, "responses")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
         await respond(client, "a")
 
@@ -266,7 +253,8 @@ def test_the_events_of_a_stream():
     seen = {}
 
     async def agent(row, client):
-        answer = await post(client, {"model": "policy", "input": "a", "tools": [FLAT, SPACE, SHELL], "stream": True})
+        body = {"model": "policy", "input": "a", "tools": [FLAT, SPACE, SHELL], "stream": True}
+        answer = await post(client, body, "responses")
         lines = [event.split("\n") for event in answer.text.strip().split("\n\n")]
         seen["events"] = [json.loads(data.removeprefix("data: ")) for _, data in lines]
         assert [name for name, _ in lines] == [f"event: {event['type']}" for event in seen["events"]]

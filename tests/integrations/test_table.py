@@ -19,11 +19,23 @@ from mt_grpo.recipe.parse import make_absolute
     ({"gym_text": "a.py:B"}, "gym_text has no effect without the line environment: gym"),
     ({"environment": "openai_agent", "mcp_config_file": "a.json"},
      "mcp_config_file has no effect without the trainer's own conversation"),
+    ({"environment": "gym"}, "environment: gym without gym_env"),
+    ({"environment": "gym", "tools_script": "a.py"}, "tools_script has no effect with environment: gym"),
+    ({"environment": "openai_agent", "agent": "a.py:b", "agent_command": "c"}, "both of agent and agent_command"),
 ])  # fmt: skip
-def test_a_key_without_its_integration_is_refused(keys, message):
-    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+def test_a_key_that_does_not_fit_is_refused_before_a_model_is_loaded(keys, message):
+    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False, tool_format="hermes")
     with pytest.raises(ValueError, match=message):
         choose.load_conversation(mt.recipe_classes()[0](**keys), args, mt.MultiTurnToolEnv)
+
+
+@pytest.mark.parametrize("keys, message", [({"tool_format": "xml"}, "tool_format='xml' does not fit"),
+                                           ({"max_env_steps": 5}, "max_env_steps has no effect")])  # fmt: skip
+def test_a_setting_of_the_trainers_own_conversation_is_refused(keys, message):
+    args = mt.MTGRPOConfig(**{"output_dir": "x", "use_cpu": True, "bf16": False, "tool_format": "hermes", **keys})
+    script_args = mt.recipe_classes()[0](environment="openai_agent", agent="a.py:b")
+    with pytest.raises(ValueError, match=message):
+        choose.load_conversation(script_args, args, mt.MultiTurnToolEnv)
 
 
 def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):

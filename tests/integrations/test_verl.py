@@ -77,10 +77,8 @@ def converse(env, scripts, rows, prompt="How many?"):
     return rollouts
 
 
-def write_yaml(folder, text, source=None, name="written_tools"):
+def write_yaml(folder, text):
     (folder / "tools.yaml").write_text(text)
-    if source is not None:
-        (folder / f"{name}.py").write_text(source)
     return str(folder / "tools.yaml")
 
 
@@ -160,7 +158,8 @@ def counter(folder, shape=NEW, text=NATIVE, **replaced):
     for name, code in {**shape, **replaced}.items():
         assert source.count(name) == 1
         source = source.replace(name, code)
-    return write_yaml(folder, text, source)
+    (folder / "written_tools.py").write_text(source)
+    return write_yaml(folder, text)
 
 
 def count(folder, *scripts, rows=({},), **keys):

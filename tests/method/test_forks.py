@@ -9,7 +9,7 @@ import yaml
 from fault_proxy import Fault, FaultProxy
 from processes import ends
 from project import ROOT, json_lines
-from scripted import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, ids
+from scripted import CHATML_TOKENIZER, QWEN3_TOKENIZER, Scripted, call, hermes_call as hermes, ids
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
@@ -66,10 +66,6 @@ class Says:
         text = self.turns[said] + f" {index}" * (said == len(self.turns) - 1) + "<|im_end|>"
         sampled = self.tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens]
         return Generation(sampled, None, "stop")
-
-
-def hermes(name: str, /, **arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def in_tags(name: str, arguments: dict) -> str:

@@ -61,16 +61,6 @@ def environment_of_before():
         yield
 
 
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Fails the test when a model is loaded."""
-
-    def load(*args, **kwargs):
-        raise AssertionError("weights were loaded before the configuration was checked")
-
-    monkeypatch.setattr(trl.trainer.grpo_trainer, "create_model_from_path", load)
-
-
 def read(path: Path) -> dict:
     """The recipe's keys, with those of the recipe that it includes."""
     return read_recipe(str(path), mt.recipe_classes())
@@ -457,13 +447,6 @@ def test_settings_may_be_used_twice(name, tmp_path):
         assert trainer.env.result_limit == max(10, recipe[1].max_completion_length // 4)
 
 
-class RecordedVLLM:
-    """In place of TRL's engine, which needs a GPU: keeps what it was told."""
-
-    def __init__(self, **settings):
-        self.settings, self._dist = settings, SimpleNamespace(fsdp_version=0)
-
-
 # Of recipes with the same keys of vLLM one.
 WITH_VLLM = list({tuple(sorted(read(p).keys() & VLLM_KEYS)): p for p in RECIPES if read(p).get("use_vllm")}.values())
 
@@ -472,8 +455,10 @@ WITH_VLLM = list({tuple(sorted(read(p).keys() & VLLM_KEYS)): p for p in RECIPES 
 def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     """The keys that a step without a server leaves out, up to the objects that use them."""
     monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
-    monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", RecordedVLLM)
-    original = read(path)
+    original, dist = read(path), SimpleNamespace(fsdp_version=0)
+    # In place of TRL's engine, which needs a GPU: it keeps what it was told.
+    told = lambda **settings: SimpleNamespace(settings=settings, _dist=dist)  # noqa: E731
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", told)
     recipe = on_this_machine(original, random_model, tmp_path)
 
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
@@ -567,15 +552,6 @@ def test_settings_that_would_train_something_else(changes, words, parse):
         parse(**changes)
 
 
-def test_settings_that_train_what_they_say(parse):
-    for changes in (
-        {"loss_type": "cispo", "epsilon_high": 5.0}, {"use_peft": True, "lora_r": 8},
-        {"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome"},
-        {"use_transformers_continuous_batching": True},
-    ):  # fmt: skip
-        parse(**changes)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "readers"),
     [
@@ -606,27 +582,25 @@ def test_one_gpu_is_two_arguments():
     assert backend_of(args) == "colocate"
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_sampling_keys_reach_the_backend(served, random_model, tmp_path, monkeypatch):
+def test_sampling_keys_reach_the_backend(random_model, tmp_path):
     """`generation_kwargs` come last. The same dictionary goes into a server's request (tests/run/test_faults.py)."""
-    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
     keys = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.1}
     expected = {**keys, "top_k": 5}
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
-    recipe |= keys | {"generation_kwargs": {"top_k": 5}, "use_vllm": served, "vllm_mode": "server"}
+    recipe |= keys | {"generation_kwargs": {"top_k": 5}}
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
-    assert expected.items() <= trainer._sampling_params.items()
-    if not served:
-        assert expected.items() <= trainer.generation_config.to_dict().items()
-        assert expected.items() <= trainer.generation_kwargs.items()
+    for given in (trainer._sampling_params, trainer.generation_config.to_dict(), trainer.generation_kwargs):
+        assert expected.items() <= given.items()
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def build(random_model, tmp_path, no_weights):
-    """Builds a trainer from the calculator's recipe with changes, a value of `...` removing a key."""
+def build(random_model, tmp_path, monkeypatch):
+    """Builds a trainer from the calculator's recipe with changes (`...` removes a key). It loads no weights."""
+    loaded = mock.Mock(side_effect=AssertionError("weights were loaded before the configuration was checked"))
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "create_model_from_path", loaded)
 
     def build_trainer(*flags, **changes):
         recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path) | changes
@@ -639,7 +613,6 @@ def build(random_model, tmp_path, no_weights):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_generation": 8}, r"'num_generation' \(did you mean 'num_generations'\?\)"),
         ({"max_completion_length": None}, "^max_completion_length: None .*expected int"),
         ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* is read before"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
@@ -699,8 +672,9 @@ def test_every_number_has_a_range(parse):
 
 def test_good_values_are_taken(parse):
     """At the edge of a range, and in each spelling that YAML and people use for a number."""
-    edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1, 0.5], "seed": 0,
-            "pad_to_multiple_of": "none", "lr_scheduler_type": "cosine_with_restarts", "tool_timeout": 5,
+    edge = {"use_transformers_continuous_batching": True, "max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0,
+            "turn_reward_weights": [-1, 0.5], "seed": 0, "pad_to_multiple_of": "none", "tool_timeout": 5,
+            "lr_scheduler_type": "cosine_with_restarts",
             "lr_scheduler_kwargs": '{"num_cycles": 2}', "learning_rate": "1e-6", "scale_rewards": "none"}  # fmt: skip
     _, args, _ = parse("--max-env-steps", "3", "--beta=0.5", "--output_dir", "out", **edge)
     assert (args.max_steps, args.top_p, args.min_p, args.seed, args.pad_to_multiple_of) == (-1, 1.0, 0.0, 0, None)
@@ -752,20 +726,9 @@ def test_null_on_the_command_line_unsets_what_the_recipe_says(parse):
     assert parse(*flags, "--agent", "a.py:b", recipe="agent")[0].agent == "a.py:b"
 
 
-TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
-
-
-@pytest.mark.parametrize(
-    "code, message",
-    [
-        ("TOOLS = []", "has nothing in TOOL_FUNCTIONS or ENVIRONMENT"),
-        ("TOOL_FUNCTIONS = []", "has nothing in"),
-        (TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
-    ],
-)
-def test_bad_tools_file(code, message, build, tmp_path):
-    (tmp_path / "plugin.py").write_text(code)
-    with pytest.raises(ValueError, match=message):
+def test_bad_tools_file(build, tmp_path):
+    (tmp_path / "plugin.py").write_text("TOOL_FUNCTIONS = []")
+    with pytest.raises(ValueError, match="has nothing in TOOL_FUNCTIONS or ENVIRONMENT"):
         build(tools_script=str(tmp_path / "plugin.py"))
 
 
@@ -922,11 +885,9 @@ OLD_LOGPS = [
     ({"old_logps": "sampled", "use_vllm": False}, "needs use_vllm: true"),
     # What cannot follow older weights.
     ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_mask"}, "=1 needs importance ratios of tokens"),
-    ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_truncate"}, "token_truncate or token_mask"),
     ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "=2 needs importance ratios"),
     ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "a multiple of gradient"),
     ({"max_staleness": 1, "refill_groups": 1}, "Set late_groups: admit"),
-    ({"max_staleness": 1, "vllm_mode": "colocate"}, "no effect without a server"),
 ]  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from mt_grpo.run.checkpoints import checkpoint_to_resume
 
-MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 CPU = ROOT / "hf_recipes/accelerate/cpu.yaml"
 PLUGIN = """
 import os
@@ -42,10 +41,7 @@ ARGUMENTS = [
 class Nodes:
     """A run on two nodes: a launcher for each, with one process. Both are on this machine."""
 
-    def __init__(
-        self, folder, *arguments, recipe=ARGUMENTS[1], outputs=("out", "out"), seconds_per_step=0.0, python=None,
-        more=((), ()),
-    ):  # fmt: skip
+    def __init__(self, folder, *arguments, outputs=("out", "out"), seconds_per_step=0.0, more=((), ())):
         folder.mkdir(exist_ok=True)
         (folder / "reward.py").write_text(PLUGIN)
         self.folder, port = folder, free_port()
@@ -53,10 +49,10 @@ class Nodes:
         self.launchers = []
         for rank, (output, own) in enumerate(zip(outputs, more)):
             command = [
-                python or warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(CPU),
+                warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", str(CPU),
                 "--num_machines", "2", "--machine_rank", str(rank), "--num_processes", "2",
                 "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
-                "mt_grpo_trainer.py", "--config", recipe, *ARGUMENTS[2:], "--reward_fn", str(folder / "reward.py"),
+                "mt_grpo_trainer.py", *ARGUMENTS, "--reward_fn", str(folder / "reward.py"),
                 "--output_dir", str(folder / output), *map(str, arguments), *own,
             ]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "SECONDS_PER_STEP": str(seconds_per_step)}
