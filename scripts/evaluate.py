@@ -44,7 +44,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.errors import ServerError
+from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.conversation.conversations import sampling_params
@@ -328,7 +328,7 @@ def score(functions: RewardFunctions, batch: Batch, timeout: float, asked: dict)
     """
     rollouts = batch.rollouts
     if all(rollout.failed for rollout in rollouts):
-        raise RuntimeError(f"The environment failed in all {len(rollouts)} rollouts. The first: {rollouts[0].error}")
+        raise RunError(f"The environment failed in all {len(rollouts)} rollouts. The first: {rollouts[0].error}")
     told = {"trainer_state": TrainerState(), "log_extra": lambda *_: None, "log_metric": lambda *_: None, **asked}
     values = functions.score(batch, told, timeout, torch.device("cpu"))
 
@@ -417,7 +417,7 @@ def main(argv: list[str] | None = None) -> None:
         further = "num_problems split seed k batch_size greedy show".split()
         given = {name: vars(options)[name] for name in further} | {"holds": options.server and options.model}
         result = evaluate(model, recipe, tokenizer=tokenizer, **given)
-    except (ValueError, OSError, ServerError) as error:
+    except (ValueError, OSError, ServerError, RunError) as error:
         sys.exit(f"error: {error}")
     print("\n\n".join([table(result), *map(transcript, result.get("conversations", []))]))
 

@@ -96,9 +96,10 @@ def main(argv: list[str] | None = None) -> None:
         lines = [json.dumps(record) for row in kept for record in ids_of(row)]
         if not lines:
             raise ValueError(f"None of the {len(rows)} rollouts is as good as that. Lower --min_reward or --min.")
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     prompts = len({json.dumps(row["messages"][: row["num_prompt_messages"]]) for row in kept})
     print(f"{len(lines)} rows of {len(kept)} rollouts of {prompts} prompts, of {len(rows)}; written to {args.output}")
 

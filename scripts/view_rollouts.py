@@ -97,7 +97,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
                 logs.append(json.loads(line, parse_constant=lambda name: None))  # NaN and infinities
     rows, first = {}, math.inf
     for row in reversed(logs):
-        if isinstance(row, dict) and "step" in row and row["step"] <= first:  # later ones a resumed run gave up
+        # A resumed run gave up the later ones.
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= first:
             rows.setdefault((row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")), row)
             first = row["step"] if "reward" in row else first
     return [rows[key] for key in sorted(rows)]
@@ -270,7 +271,7 @@ class Viewer:
         async def handler(request: web.Request) -> web.Response:
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self.ask, function, request)
-            except (ValueError, KeyError, OverflowError) as error:
+            except (ValueError, KeyError, OverflowError, TypeError) as error:  # TypeError: a column that has no order
                 return web.json_response({"error": f"{error}".strip("'\"")}, status=400)
             return web.json_response(found)
 
