@@ -22,7 +22,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, ROOT, Frame, VLLMServer, machine, rounded, spread, table
-from bench.step import DEFAULTS, KEEP, both_sides, sums
+from bench.step import DEFAULTS, GIVE_BACK, both_sides, sums
 
 SOURCE, MODEL = ROOT / "runs/SmolLM2-135M-Instruct", ROOT / "runs/bench_whole/model"
 TEMPLATE = ROOT / "hf_recipes/tiny/calculator-hermes-model/chat_template.jinja"  # with tools, of the same tokens
@@ -107,8 +107,8 @@ def run(short: bool) -> dict[str, Any]:
     with VLLMServer(MODEL, *SERVER, env={**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}) as server:
         shape = {**DEFAULTS, "rollouts": 16, "rows": 4, "sides": SIDES, "build": build_trainer, "url": server.url}
         taken = []
-        with both_sides(shape, prompts, 2, KEEP) as sides:
-            for number in range(2 if short else 4):
+        with both_sides(shape, prompts, 2, GIVE_BACK) as sides:
+            for number in range(2 if short else 3):
                 order = [*SIDES] if number % 2 == 0 else [*SIDES][::-1]
                 taken.append({name: sides[name]("step")["wall"] for name in order})
                 print(f"round {number}: {taken[-1]}", flush=True)

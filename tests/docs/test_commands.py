@@ -29,7 +29,8 @@ ELSEWHERE = (
     "bash scripts/setup.sh --gpu", "NUM_SERVERS=4 ", "nvidia-smi", "tail ", "kill ", "echo ", "ssh ", "mkdir ",
     "git clone", "cd ", "source ", "bash scripts/setup.sh --sglang", "python3.12 ", "export ", "docker ",
 )  # fmt: skip
-FEWER = {"--log_rollouts 64": "--log_rollouts 8 --max_steps 1 --per_device_train_batch_size 8", "512": "8",
+SMALL = "--max_steps 1 --per_device_train_batch_size 8"
+FEWER = {"--log_rollouts 64": f"--log_rollouts 8 {SMALL}", "runs/again": f"runs/again {SMALL}", "512": "8",
          "exact_match_reward_func=1": "exact_match_reward_func=0", "any words": "Normans"}  # fmt: skip
 
 
@@ -94,4 +95,4 @@ def test_the_commands_of_the_pages_run(tmp_path, monkeypatch):
             else:
                 subprocess.run(["bash", "-c", line], check=True)
             ran.append(line)
-    assert len(ran) == 8 and (tmp_path / "data.jsonl").is_file()
+    assert len(ran) == 11 and (tmp_path / "data.jsonl").is_file()
