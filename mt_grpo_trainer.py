@@ -1238,6 +1238,7 @@ def main(argv: list[str] | None = None) -> None:
         train_or_save(trainer)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.end_training()  # threads of a process group that is left open may abort the process
 
 
 if __name__ == "__main__":
