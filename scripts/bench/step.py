@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                "rows": 8, "pairs": 4, "short": {"rollouts": 16, "pairs": 2}},
     "real": {"title": "a model of 135M", "rollouts": 16, "tokens": 90, "prompt": 330, "model": "135M", "rows": 4,
              "pairs": 2, "short": None},
-    "agents": {"title": "long agents", "rollouts": 8, "prompt": 1500, "results": (200, 2000), "turns": (10, 20, 30),
+    "agents": {"title": "long agents", "rollouts": 8, "prompt": 1500, "results": (200, 2000), "turns": (30, 20, 10),
                "short": {"prompt": 200, "results": (20, 100), "turns": (10,)}},
 }  # fmt: skip
 
@@ -437,9 +437,8 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     }
 
 
-def run_agents(shape: Shape, threads: int) -> list[dict[str, Any]]:
+def run_agents(shape: Shape, threads: int) -> Iterator[dict[str, Any]]:
     """A row of figures for each number of turns."""
-    rows = []
     for num_turns in shape["turns"]:
         conversations = make_agents(shape, num_turns)
         with both_sides(shape, conversations, threads, KEEP) as sides:
@@ -451,15 +450,14 @@ def run_agents(shape: Shape, threads: int) -> list[dict[str, Any]]:
             reports = {name: ask("report") for name, ask in sides.items()}
         ours, dense = (reports[name]["gradient"] for name in ("ours", "turns"))
         trained = sum(len(turn["token_ids"]) for each in conversations for turn in each["turns"])
-        rows.append({
+        yield rounded({
             "turns": num_turns,
             "per_trained": {name: step["computed"] / trained for name, step in taken},
             **{kind: {name: statistics.mean(step[kind] for side, step in taken if side == name) for name in AGENTS}
                for kind in ("wall", "cpu")},
             "peak_mib": {name: report["peak_mib"] for name, report in reports.items()},
             "difference": float(abs(ours - dense).max() / abs(dense).max()),
-        })  # fmt: skip
-    return rows
+        }, 5)  # fmt: skip
 
 
 def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -552,7 +550,10 @@ def main(argv: list[str] | None = None) -> None:
     kept = json.loads(FRAME.results.read_text(encoding="utf-8")) if options.shapes and not options.short else {}
     results = {**kept, "machine": machine(), "threads": threads}
     if agents := shapes.pop("agents", None):
-        results["agents"] = run_agents(agents, threads)
+        results["agents"] = []
+        for row in run_agents(agents, threads):
+            results["agents"].append(row)
+            FRAME.keep(results, options.short)
     results["shapes"] = kept.get("shapes", {}) | {name: run_shape(shape, threads) for name, shape in shapes.items()}
     FRAME.finish(rounded(results, 5), options.short)
     if agents:
