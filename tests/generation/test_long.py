@@ -49,7 +49,7 @@ def train(port, tmp_path):
 
 def assert_flat(rows, num_records=1.0):
     """Each turn from 1 to 30, and each depth, is within a factor of two of the mean of all."""
-    assert all(row["turns/mean"] == 30.0 and row["records/mean"] == num_records for row in rows)
+    assert all(row["turns/mean"] > 29.5 and row["records/mean"] > num_records - 0.5 for row in rows)
     for axis, least in (("turn", 30), ("depth", 4)):
         means, ratios = (
             [
