@@ -33,7 +33,7 @@ from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
-from mt_grpo.training.pass_metrics import DIFFERENCE_OF, EFFECTIVE_SHARE
+from mt_grpo.training.pass_metrics import EFFECTIVE_SHARE, FIRST_TURNS, LAST_TURNS
 from mt_grpo.training.passes import window_of
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
@@ -134,8 +134,8 @@ READINGS = (
     Reading("logprobs", lambda f: f["sampling/sampling_logp_difference/mean"] > 0.1,  # bf16 gives a few 1e-2
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
         "average{since}. Compare the dtype, the chat template and the model of both; see docs/troubleshooting.md."),
-    Reading("logprobs of late turns", lambda f: f[DIFFERENCE_OF.format("last")]  # small ones vary with what is written
-        > max(2 * f[DIFFERENCE_OF.format("first")], 0.05),
+    Reading("logprobs of late turns",  # small differences vary with what is written
+        lambda f: f[LAST_TURNS] > max(2 * f[FIRST_TURNS], 0.05),
         "The server's logprobs and the trainer's differ by {sampling/logp_difference_last_turns:.2g} in the last turns"
         "{since}, and by {sampling/logp_difference_first_turns:.2g} in the first ones. Compare the positions (RoPE), "
         "the length of the context and the sliding window of both; see docs/troubleshooting.md."),

@@ -16,7 +16,7 @@ from mt_grpo.training.passes import Pass
 
 EFFECTIVE_SHARE = "sampling/effective_share"  # the metric
 TRLS = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")  # which TRL logs, too
-DIFFERENCE_OF = "sampling/logp_difference_{}_turns"  # first, last
+FIRST_TURNS, LAST_TURNS = "sampling/logp_difference_first_turns", "sampling/logp_difference_last_turns"
 MOST_TURNS, MOST_DEPTH = 64, 2**24  # what is beyond counts with the last of them
 Means = dict[str, tuple[float, float]]  # name -> (mean, minimum or maximum, the number of tokens that it is of)
 
@@ -55,8 +55,8 @@ class DepthMetrics:
             self.lines[name] = means[: int(there[-1]) + 1 if len(there) else 0]
             if name == "by_turn/logp_difference" and len(there) > 1:
                 quarter = -(-len(there) // 4)
-                for which, turns in (("first", there[:quarter]), ("last", there[-quarter:])):
-                    found[DIFFERENCE_OF.format(which)] = (total[turns].sum() / number[turns].sum()).item()
+                for key, turns in ((FIRST_TURNS, there[:quarter]), (LAST_TURNS, there[-quarter:])):
+                    found[key] = (total[turns].sum() / number[turns].sum()).item()
         return found
 
     def clear(self) -> None:

@@ -60,12 +60,15 @@ class Receiver:
     def scores(self, ids):
         return {0: [self.logprobs(ids)]}
 
-    def samples(self, ids, number):
+    def ask(self, question):
+        return {0: question(self)}
+
+    def sample_behind(self, ids, number):
         found = list(ids)
         with torch.no_grad():
             for _ in range(number):
                 found.append(self.model(input_ids=torch.tensor([found])).logits[0, -1].argmax().item())
-        return {0: (found[-number:], self.logprobs(found)[-number:])}
+        return found[-number:], self.logprobs(found)[-number:]
 
 
 def proof(dtype=torch.float32, lora=False, model=None):

@@ -212,7 +212,10 @@ def source_of(function) -> str:
 def kind_of_environments(trainer):
     if hasattr(trainer.env, "agent"):
         return "openai_agent"
-    return "gym" if game_of(trainer) else "openenv" if hasattr(class_of(trainer), "servers") else None
+    cls = class_of(trainer)
+    if cls.__name__ == "RunningTotal":
+        return "tools/running_total.py:RunningTotal"
+    return "gym" if game_of(trainer) else "openenv" if hasattr(cls, "servers") else None
 
 
 def yaml_of_tool(trainer):
@@ -348,7 +351,7 @@ def family_of(name: str) -> str | None:
 
 def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
-    original, name = recipe.get("reward_fn", ""), recipe["model_name_or_path"]
+    original, name = recipe.get("reward_fn") or "", recipe["model_name_or_path"]
     if "zoom" in original:
         saved = vision_model.save(folder / "vision", family_of(name) or "qwen2_5_vl")
         config = json.loads((saved / "config.json").read_text())
