@@ -927,11 +927,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """TRL's `log`. The metrics of an evaluation are means over its rollouts, and not of the means of batches."""
         if not self.model.training:
             self._evaluation.finish(self._metrics["eval"], self.reward_func_names)
-        else:
+        elif "loss" in logs:  # of a step: all ranks log it, and what a callback logs may be of one
             logs |= self.layout.metrics.depth.metrics(self.accelerator)
-        super().log(logs, start_time)
-        if self.model.training:
             self.layout.metrics.depth.clear()
+        super().log(logs, start_time)
 
     # -- 3.6 set-up --
 
