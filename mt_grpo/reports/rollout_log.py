@@ -194,7 +194,7 @@ class RolloutLog:
     """Writes the first `log_rollouts` conversations of each batch of a rank. A new run begins the log anew."""
 
     def __init__(self, trainer: Any):
-        self.args, self.rank = trainer.args, trainer.accelerator.process_index
+        self.trainer, self.args, self.rank = trainer, trainer.args, trainer.accelerator.process_index
         self.names = trainer.reward_func_names
         self.tokenizer = trainer.processing_class if self.args.log_rollout_tokens else None
         self.path = Path(self.args.output_dir) / f"rollouts.rank{self.rank}.jsonl"
@@ -220,7 +220,8 @@ class RolloutLog:
         if places := places[: self.args.log_rollouts]:
             rollouts = [batch.rollouts[i] for i in places]
             rows = rollout_rows(batch, places, self.names, *values, turn_columns(*loss, rollouts), self.tokenizer)
-            about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": mode}
+            micro_batch = self.trainer._step % self.args.gradient_accumulation_steps
+            about = {"schema": SCHEMA, "rank": self.rank, "step": step, "micro_batch": micro_batch, "mode": mode}
             pictures = {picture for rollout in rollouts for picture in pictures_read(rollout)}
             write_rollouts(self.path, [{**about, **row} for row in rows], pictures)
 

@@ -54,11 +54,16 @@ def test_another_credit_on_the_same_conversations(random_model, tmp_path):
     assert batch.distance(first["gradients"], again["gradients"]) > 0.01
 
 
-def test_one_step_or_all(random_model, tmp_path):
-    """In the order of the log. The first of two steps that are trained again changes what the second one computes."""
-    first = batch.train(random_model, tmp_path / "first", None, batch.Near, max_steps=2, **SETTINGS)
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}])
+def test_one_step_or_all(changes, random_model, tmp_path):
+    """In the order of the log. The first of two steps that are trained again changes what the second one computes.
+
+    A step may sample several batches.
+    """
+    of_run = SETTINGS | changes | dict(max_steps=2, rows=lambda: batch.golden.ROWS[:2] * 2)
+    first = batch.train(random_model, tmp_path / "first", None, batch.Near, **of_run)
     for source, expected in (("first", 2), ("first:0", 1)):
-        again = train_again(random_model, tmp_path / f"{expected} again", tmp_path / source, max_steps=5)
+        again = train_again(random_model, tmp_path / f"{expected} again", tmp_path / source, max_steps=5, **changes)
         assert len(again["gradients"]) == expected  # the log ends before max_steps
         assert batch.distance(first["gradients"][:expected], again["gradients"]) < 1e-6
 
@@ -114,6 +119,18 @@ REFUSED = [
     ({}, dict(log_rollouts=3), "has 3 of 8 rollouts. Write it with log_rollouts: 8"),
     ({}, dict(step=7), "has no rollouts of training of step 7"),
 ]
+
+
+def test_batches_of_several_sizes_are_refused(random_model, tmp_path):
+    """As of a run that was resumed with another `num_generations`."""
+    for folder, changes in (("first", {}), ("other", {"num_generations": 2, "max_steps": 2})):
+        changes |= {"log_rollout_tokens": True, "rows": lambda: batch.golden.ROWS * 2}
+        batch.train(random_model, tmp_path / folder, None, batch.Near, **changes)
+    later = [row for row in (tmp_path / "other/rollouts.rank0.jsonl").open() if json.loads(row)["step"] == 1]
+    with open(tmp_path / "first/rollouts.rank0.jsonl", "a") as log:
+        log.writelines(later)
+    with pytest.raises(ValueError, match="differ in size"):
+        train_again(random_model, tmp_path / "again", tmp_path / "first")
 
 
 @pytest.mark.parametrize(("change", "of_log", "message"), REFUSED)

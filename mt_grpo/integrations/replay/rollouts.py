@@ -24,18 +24,21 @@ def groups_of(source: str) -> list[Group]:
     Raises `ValueError` for a log that lacks rollouts, or what is needed of them.
     """
     folder, wanted = split(source)
-    steps: dict[int, dict[int, dict[str, Any]]] = {}
+    batches: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # (step, micro-batch) -> index -> row
     for row in read_rollouts(folder):
         if row["mode"] == "train" and wanted in (None, row["step"]):
-            steps.setdefault(row["step"], {})[row["index"]] = row  # a resumed run rolls out again: the last one counts
-    if not steps:
+            batch = batches.setdefault((row["step"], row.get("micro_batch", 0)), {})
+            batch[row["index"]] = row  # a resumed run rolls out again: the last one counts
+    if not batches:
         of_step = "" if wanted is None else f" of step {wanted}"
         raise ValueError(f"train_from_rollouts: {folder} has no rollouts of training{of_step}.")
     groups: list[Group] = []
-    for step, rows in sorted(steps.items()):
+    for (step, _), rows in sorted(batches.items()):
         check_step(folder, step, rows)
         size = rows[0]["group_size"]
         groups += [[rows[i] for i in range(first, first + size)] for first in range(0, len(rows), size)]
+    if len({(rows[0]["group_size"], len(rows)) for rows in batches.values()}) > 1:
+        raise ValueError(f"train_from_rollouts: the batches of {folder} differ in size. Name one step: {folder}:STEP.")
     return groups
 
 
@@ -86,7 +89,7 @@ def replaying(script_args: Any, args: Any, conversation: type) -> type:
         )
     args.shuffle_dataset = False  # groups come in the order of the log, so that a batch is one of the log's
     batches = len(groups) * size // args.generation_batch_size
-    steps = batches * uses // args.gradient_accumulation_steps
+    steps = math.ceil(batches * uses / args.gradient_accumulation_steps)
     args.max_steps = min(args.max_steps, steps) if args.max_steps > 0 else steps
     # Where the sampling logprobs are known, the loss has an importance ratio, as in the run that wrote the log.
     turns = (turn for group in groups for row in group for turn in row["turns"])
