@@ -29,7 +29,8 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
     """
     argv = ["--config", path, *(overrides or [])]
     group = option(argv, "num_generations")
-    argv += ["--per_device_train_batch_size", str(group), "--eval_strategy", "no"]  # one group always fits
+    argv += ["--per_device_train_batch_size", str(group)]  # one group always fits
+    argv += ["--eval_strategy", "no", "--load_best_model_at_end", "false"]
     if not torch.cuda.is_available():
         argv += ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
     return mt.parse_arguments(argv)

@@ -78,6 +78,8 @@ def check_config(args: GRPOConfig) -> None:
         raise ValueError("vllm_tensor_parallel_size of a colocated engine: ranks would wait for each other. Set 1.")
     if args.accelerator_config.split_batches:
         raise ValueError("accelerator_config: with split_batches some prompts would never be trained. Remove it.")
+    if args.metric_for_best_model in ("loss", "eval_loss"):  # what transformers takes by default
+        raise ValueError("metric_for_best_model: loss does not fall as the policy gets better. Set it to reward.")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo"):
         raise ValueError(f"optim={optimizer!r} steps inside each backward pass, of which a step here has several.")
@@ -283,10 +285,13 @@ def warn_without_state_keys(args: GRPOConfig, env: Any) -> None:
 
 def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
     """The data sets of a trainer, with prompts. Without training rows: empty prompts for one batch, as in TRL."""
+    needed = args.generation_batch_size // args.num_generations
     if train_dataset is None and (env.environments is None or args.max_steps <= 0):
         raise ValueError("train_dataset is None. Expected rows, or an environment that brings prompts and max_steps.")
     if train_dataset is None:
-        train_dataset = empty_prompts(args.generation_batch_size // args.num_generations)
+        train_dataset = empty_prompts(needed)
+    if len(train_dataset) < needed:
+        raise ValueError(f"The training set has {len(train_dataset)} rows. A batch needs {needed}, one per group.")
     named = (train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")
     return tuple(with_prompts(data, name, env.environments is None) for data, name in named)
 

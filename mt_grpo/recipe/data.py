@@ -85,8 +85,9 @@ def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True)
         return row
     key = "prompt" if "prompt" in row else "question"
     prompt, answer, where = row.get(key), row.get("answer"), f"dataset {name!r}, row {number}"
-    unanswered = answer != answer or (key == "question" and answer is None)  # NaN: a table writes it where none is
-    if unanswered or not prompt or (isinstance(prompt, str) and not prompt.strip()):
+    is_nan = isinstance(answer, float) and answer != answer  # a table writes it where none is
+    is_blank = not prompt or (isinstance(prompt, str) and not prompt.strip())
+    if is_nan or is_blank or (key == "question" and answer is None):
         raise ValueError(f"{where}: {row!r:.300} needs a prompt of text or messages, or a question and its answer.")
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {**row, "prompt": check_conversations([prompt], where, images=True)[0]}

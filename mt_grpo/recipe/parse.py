@@ -101,6 +101,7 @@ OF_TRL = {
             "its noise is drawn anew in the loss, which takes it for the policy's": ("neftune_noise_alpha",),
             "batches in the order of their readiness would mix prompts in a group": ("dataloader_in_order",),
             "TRL's sampler reads only seed": ("data_seed",),
+            "rows are read whole": ("dataset_streaming",),
             "train a LoRA on bf16 weights": ("load_in_8bit", "load_in_4bit"),
         },
     }.items()

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import pkgutil
 import sys
@@ -21,6 +22,8 @@ from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import check_rewards, named
+
+logger = logging.getLogger(__name__)
 
 # FORK: an integration of your own needs no line here. Its package has an entry point of the group
 # `mt_grpo.integrations`, which names its subclass of `Integration` (docs/forking.md).
@@ -129,6 +132,8 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
     if train_rows is None and name:
         train_rows = load_rows(name, split, script_args.dataset_size, **how)
+    if tests and Path(name).is_file():
+        logger.warning(f"dataset_name: {name} has no splits: evaluations are of rows that are trained on.")
     return train_rows, load_rows(name, test_split, **how) if tests else None
 
 
@@ -169,6 +174,9 @@ def load_lists(path: str, key: str, names: list[str]) -> list:
     """Import a file and return what it defines under these names. One of them must be there, and not be empty."""
     module = import_file(path, key)
     values = [getattr(module, name, []) for name in names]
+    for name, value in zip(names, values):
+        if name != "ENVIRONMENT" and not isinstance(value, list | tuple):
+            raise ValueError(f"{key}: {name} in {path!r} is {value!r:.80}, expected a list. Write {name} = [...].")
     if not any(values):
         raise ValueError(f"{key}: {path!r} has nothing in {' or '.join(names)}. Define one of them.")
     return values
@@ -197,6 +205,8 @@ def load_environment(reference: str | None, tools_script: str | None, base: type
     """
     declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
     found = load_class(reference, "environment") if reference else base
+    if not isinstance(found, type):
+        raise ValueError(f"environment: {reference!r} is {found!r:.100}, expected a class.")
     if issubclass(found, base):
         return found, declared
     if declared is not None:

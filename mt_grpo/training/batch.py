@@ -172,7 +172,8 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int, training: bool 
     numbers, *flags, texts = zip(*gather_object([own]))
     failed, truncated = ([flag for own in each for flag in own] for each in flags)
     if training and all(failed):  # a batch of test rows may be a single one
-        raise RunError(f"The environment failed in all {len(failed)} rollouts of step {step}: {texts[0]}")
+        cause = errors[0].__cause__ if errors else None
+        raise RunError(f"The environment failed in all {len(failed)} rollouts of step {step}: {texts[0]}") from cause
     for key in compares_tokens(args) if max(numbers) else ():
         raise RunError(
             f"{key}={getattr(args, key)} compares the tokens of a whole batch. With an edited history, or a turn that "

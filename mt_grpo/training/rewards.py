@@ -67,7 +67,7 @@ class RewardFunctions:
         optional: bool = False,
     ) -> RewardFunctions:
         """Combine the user's functions and weights with those of `env`, of weight 1. `optional`: there may be none."""
-        turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
+        turn, outcome = ([funcs] if callable(funcs) else list(funcs or []) for funcs in (turn_funcs, outcome_funcs))
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
         check_rewards(turn + own_turn, outcome + own_outcome, optional)
         own_turn, own_outcome, turn, outcome = named(own_turn, own_outcome, turn, outcome)
@@ -440,7 +440,7 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
             )
         for number in value if is_list else [value]:
             if number is not None and not is_finite(number):
-                raise ValueError(f"Reward {name} returned {number!r:.100}, expected None or a finite float32.")
+                raise ValueError(f"Reward {name} returned {number!r:.100}, expected None or a finite number.")
 
 
 def is_finite(number: Any) -> bool:

@@ -510,6 +510,7 @@ REFUSED = {
     "data_seed": 7,
     "load_in_8bit": True,
     "load_in_4bit": True,
+    "dataset_streaming": True,
 }
 
 
@@ -544,6 +545,7 @@ def test_refused_keys(parse):
     ({"max_staleness": 2}, "max_staleness=2 has no effect without a server"),
     ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
     ({"optim": "adalomo"}, "steps inside each backward pass"),
+    ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "loss does not fall"),
     ({"optim": "schedule_free_adamw", "use_vllm": True, "vllm_mode": "server", "eval_strategy": "epoch"}, "averages"),
     ({"accelerator_config": {"split_batches": True}}, "some prompts would never be trained"),
     ({"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size"),
@@ -733,6 +735,12 @@ def test_bad_tools_file(build, tmp_path):
     (tmp_path / "plugin.py").write_text("TOOL_FUNCTIONS = []")
     with pytest.raises(ValueError, match="has nothing in TOOL_FUNCTIONS or ENVIRONMENT"):
         build(tools_script=str(tmp_path / "plugin.py"))
+    (tmp_path / "plugin.py").write_text("def f(): pass\nTOOL_FUNCTIONS = OUTCOME_REWARD_FUNCS = f")
+    for key, name in (("tools_script", "TOOL_FUNCTIONS"), ("reward_fn", "OUTCOME_REWARD_FUNCS")):
+        with pytest.raises(ValueError, match=f"{key}: {name} in .* expected a list"):
+            build(**{key: str(tmp_path / "plugin.py")})
+    with pytest.raises(ValueError, match="environment: .* expected a class"):
+        build(environment=f"{tmp_path / 'plugin.py'}:f")
 
 
 GAME = """

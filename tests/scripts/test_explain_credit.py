@@ -204,7 +204,8 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     lines = [line for line in lines if not line.startswith("per_device_train_batch_size")]
     lines += [
         size, "per_device_train_batch_size: 16", "eval_strategy: steps", "eval_steps: 10", "save_steps: 10",
-        "dataset_test_split: test[:8]", "load_best_model_at_end: true", "push_to_hub: true", "log_completions: true",
+        "dataset_test_split: test[:8]", "load_best_model_at_end: true",
+        "metric_for_best_model: reward", "push_to_hub: true", "log_completions: true",
     ]  # fmt: skip
     (tmp_path / "recipe.yaml").write_text("\n".join(lines))
     mt.parse_arguments(["--config", str(tmp_path / "recipe.yaml")])  # trains as it stands

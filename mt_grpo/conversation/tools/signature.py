@@ -256,7 +256,7 @@ def check_tool(tool: Callable) -> None:
         raise ValueError(f"Tool {name} is a generator function. Use `return` with the whole result, not `yield`.")
     for key, parameter in inspect.signature(tool).parameters.items() if not hasattr(tool, "json_schema") else ():
         if parameter.annotation is EMPTY:
-            raise ValueError(f"Tool {name} has no type hint for {key!r}. Write `{key}: str`; list `MyClass().f`.")
+            raise ValueError(f"Tool {name} has no type hint for {key!r}. Write `{key}: str`; a method: `MyClass().f`.")
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ValueError(f"Tool {name}: no call can pass {key!r}, since it names arguments. Remove * and /.")
     try:
@@ -327,7 +327,7 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
     if call.error:
         return {}, unreadable(call)
     if call.name not in tools:
-        return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
+        return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools) or 'none'}"
     try:
         return read_arguments(tools[call.name], call.arguments), None
     except ValueError as error:
