@@ -5,6 +5,7 @@
     python scripts/build/squad_search.py runs/squad --sentences 1 --source FOLDER     # or from the Hub, with --titles
     python scripts/bench/real_model.py                            # what is missing
     python scripts/bench/real_model.py --tasks parcel --methods mt_grpo --seeds 1 --results runs/mine.json
+    python scripts/bench/real_model.py --tasks squad-search-gpu      # on a GPU, which trainer and server share
     python scripts/bench/real_model.py --report                   # write the page's tables and the picture
 
 A run trains the task's recipe next to a vLLM server that samples. The held-out questions are answered before it and
@@ -48,6 +49,10 @@ TASKS: dict[str, dict[str, Any]] = {
         "title": "Search, with half a billion parameters", "recipe": CODER, "steps": 24, "problems": 100, "seeds": 3,
         "model": "runs/Qwen2.5-Coder-0.5B-Instruct",  # of the Hub's Qwen/Qwen2.5-Coder-0.5B-Instruct
     },
+    "squad-search-gpu": {
+        "title": "Search, on a GPU", "recipe": "hf_recipes/SmolLM2/squad-search.yaml", "steps": 200, "problems": 100,
+        "seeds": 1, "rollouts": 128,
+    },
 }  # fmt: skip
 METHODS = ("outcome", "merged", "mt_grpo")
 RUNS = Path("runs/real_model")  # of checkpoints and trained models
@@ -57,6 +62,7 @@ NUM_TOPICS, TOPIC = 20, 1000  # of Python's documentation, and so many character
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
 SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
+ON_GPU = ("--dtype", "bfloat16", "--no-enforce-eager", "--gpu-memory-utilization", "0.3")
 
 FIGURES = {  # label -> its value in what evaluate.evaluate returns
     "tool executed": lambda found: found["tool_executed"],
@@ -77,21 +83,38 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
     output, model = RUNS / f"{task}-{method}-steps{steps}-seed{seed}", TASKS[task].get("model", MODEL)
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
     # Without a seed of its own each run's server would sample from the same state.
-    with VLLMServer(model, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
+    with server_of(task, model, "--seed", str(seed)) as server:
         settings = {"model_name_or_path": model, "credit_assignment": method, "seed": seed, "max_steps": steps}
         settings |= {"use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url}
         settings |= {"vllm_importance_sampling_mode": "token_truncate"}
+        if rollouts := TASKS[task].get("rollouts"):  # of a step; checkpoints would take longer than the steps
+            settings |= {"per_device_train_batch_size": rollouts, "save_steps": steps}
+            settings |= {"use_cpu": "false", "bf16": "true"} if gpu(task) else {}
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         logs = common.train(recipe, output, *words, *resume)
     seconds = time.perf_counter() - began
     row = {
-        "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(), "machine": common.machine(),
+        "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(),
+        "machine": common.machine() | ({"gpu": gpu(task)} if gpu(task) else {}),
         "seconds": None if resume else seconds, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         **evaluated(whole(output), task, num_problems),
         "curve": [log.get(CURVE) or 0.0 for log in logs],
     }  # fmt: skip
     return rounded(row, 4)
+
+
+def gpu(task: str) -> str | None:
+    """The name of the GPU that the trainer and the server share, if the task is one for a GPU and there is one."""
+    import torch
+
+    return torch.cuda.get_device_name() if "rollouts" in TASKS[task] and torch.cuda.is_available() else None
+
+
+def server_of(task: str, model: str | Path, *flags: str) -> VLLMServer:
+    if gpu(task):
+        return VLLMServer(model, *SERVER, *ON_GPU, *flags, timeout=600.0)
+    return VLLMServer(model, *SERVER, *flags, env=SERVER_ENV)
 
 
 def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]:
@@ -106,7 +129,7 @@ def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]
 
     row: dict[str, Any] = {}
     tokenizer = AutoTokenizer.from_pretrained(model)
-    with VLLMServer(model, *SERVER, env=SERVER_ENV) as server:
+    with server_of(task, model) as server:
         for how in ("sampled", "greedy"):
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128, "greedy": how == "greedy"}
@@ -254,7 +277,8 @@ def compared(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
 def costs(runs: list[dict[str, Any]]) -> str:
     """The steps, tokens and minutes of the runs, the machines and the commits, as a sentence."""
     minutes, tokens = [row["seconds"] / 60 for row in runs if row["seconds"]], [row["num_tokens"] for row in runs]
-    machines = {f"{run['machine']['cores']} cores ({run['machine']['cpu']})": None for run in runs}
+    places = [run["machine"] for run in runs]
+    machines = {of.get("gpu") or f"{of['cores']} cores ({of['cpu']})": None for of in places}
     return (
         f"{', '.join(str(n) for n in sorted({run['steps'] for run in runs}))} steps, {span(tokens)} tokens, "
         f"{span(minutes)} minutes a run with the server's start, on {' and '.join(machines)}; "
@@ -295,7 +319,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["parcel", "squad-search"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 1 to 3, of the search 1 to 8")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; default: the task's")

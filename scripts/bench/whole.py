@@ -2,16 +2,22 @@
 
     python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct    # for its tokenizer and its shape
     python scripts/bench/whole.py             # docs/results/whole.json and the section of docs/speed.md
+    python scripts/bench/whole.py --servers   # TRL's trainer and ours, each next to a vLLM server of its own
     python scripts/bench/whole.py --short     # one pair of steps; runs/bench_whole_short.json
     python scripts/bench/whole.py --report    # only the section, from docs/results/whole.json
 
 Three processes have a trainer each, and take turns as in scripts/bench/step.py: TRL's trainer with tools, which
 samples in its process; ours, which does the same; and ours next to a vLLM server on the same cores, with its pushes
-of weights. TRL's own server needs GPUs, for NCCL. The model has random weights, so that it hardly ever ends a turn:
-each turn has as many tokens on all sides. It writes no call either: both parsers are made to find the same one in
-every turn. TRL's loop and ours run it, append its result and sample the next turn.
+of weights. The model has random weights, so that it hardly ever ends a turn: each turn has as many tokens on all
+sides. It writes no call either: both parsers are made to find the same one in every turn. TRL's loop and ours run it,
+append its result and sample the next turn.
+
+With `--servers` TRL's trainer has a server, too. It pushes weights by NCCL. Without a GPU it pushes none, and ours
+does. All share the first GPU: set NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL has known since 2.30.
 """
 
+import contextlib
+import json
 import os
 import shutil
 import sys
@@ -27,8 +33,11 @@ from bench.step import DEFAULTS, GIVE_BACK, both_sides, sums
 SOURCE, MODEL = ROOT / "runs/SmolLM2-135M-Instruct", ROOT / "runs/bench_whole/model"
 TEMPLATE = ROOT / "hf_recipes/tiny/calculator-hermes-model/chat_template.jinja"  # with tools, of the same tokens
 SIDES = {"trl": "TRL, in process", "in process": "in process", "server": "with a vLLM server"}
+SERVERS = {"trl server": "TRL, with a vLLM server", "server": "with a vLLM server"}
 TURNS, TOKENS, PROMPT, CALL = 4, 48, 330, {"name": "calculator", "arguments": {"expression": "12 * 34"}}
-SERVER = (*IN_THE_ENGINE, "--dtype", "float32", "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
+SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
+ON_GPU = ("--dtype", "bfloat16", "--no-enforce-eager", "--gpu-memory-utilization", "0.2")
+NCCL = ("--weight-transfer-config", '{"backend": "nccl"}')
 
 
 def build_model() -> None:
@@ -49,6 +58,7 @@ def reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
 
 def build_trainer(side: str, shape: dict[str, Any], prompts: list[str], folder: str, meter: Any) -> Any:
     """The trainer of a side. It raises `RuntimeError` for a step whose conversations do not have all turns."""
+    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -61,93 +71,117 @@ def build_trainer(side: str, shape: dict[str, Any], prompts: list[str], folder: 
 
     class Check(TrainerCallback):
         def on_log(self, args, state, control, logs, **kwargs):
-            key, expected = ("tools/call_frequency", TURNS - 1) if side == "trl" else ("turns/mean", TURNS)
+            key, expected = ("tools/call_frequency", TURNS - 1) if "trl" in side else ("turns/mean", TURNS)
             if logs.get(key, expected) != expected:
                 raise RuntimeError(f"{side}: {key} is {logs[key]}, expected {expected}.")
 
-    tools = load_tools(str(ROOT / "tools/calculator.py"))
+    tools, on_gpu = load_tools(str(ROOT / "tools/calculator.py")), torch.cuda.is_available()
     settings = {
         "output_dir": folder, "num_generations": shape["G"], "per_device_train_batch_size": shape["rows"],
         "gradient_accumulation_steps": shape["rollouts"] // shape["rows"], "max_steps": 1000, "learning_rate": 1e-6,
-        "loss_type": "dapo", "beta": 0.0, "max_completion_length": TURNS * (TOKENS + 64), "use_cpu": True,
-        "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no",
+        "loss_type": "dapo", "beta": 0.0, "max_completion_length": TURNS * (TOKENS + 64), "use_cpu": not on_gpu,
+        "bf16": on_gpu, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
     common = {"model": str(MODEL), "train_dataset": Dataset.from_list(rows), "callbacks": [meter, Check()]}
     meter.prepare = lambda: None  # everything is sampled
-    if side == "trl":
+    if "server" in side:
+        settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": shape["urls"][side]}
+    if "trl" in side:
+        if not on_gpu:  # NCCL has no CPUs
+            from trl.generation.vllm_client import VLLMClient
+
+            VLLMClient.init_communicator = VLLMClient.update_named_params = lambda *args, **kwargs: None
         call = [{"type": "function", "function": CALL}]
         grpo_trainer.parse_response = lambda *args, **kwargs: {"role": "assistant", "content": "", "tool_calls": call}
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
         tokenizer.response_template = "of this benchmark"  # with one TRL parses calls
         args = GRPOConfig(max_tool_calling_iterations=TURNS - 1, **settings)
         trainer = GRPOTrainer(args=args, reward_funcs=[reward], tools=tools, processing_class=tokenizer, **common)
-        trainer.generation_config.max_new_tokens = TOKENS
+        if side == "trl":
+            trainer.generation_config.max_new_tokens = TOKENS
+        else:
+            trainer.vllm_generation.max_completion_length = TOKENS
         return trainer
     HermesFormat.parse_text = lambda self, text, tools: ([ToolCall(*CALL.values())], None)
-    if side == "server":
-        settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": shape["url"]}
     limits = {"max_env_steps": TURNS - 1, "max_turn_tokens": TOKENS, "tool_format": "hermes"}
     env = mt.MultiTurnToolEnv(tools, None, TURNS - 1, max_turn_tokens=TOKENS, tool_format="hermes")
     args = mt.MTGRPOConfig(**limits, **settings)
     return mt.MTGRPOEnvTrainer(env=env, args=args, outcome_reward_funcs=[reward], **common)
 
 
-def run(short: bool) -> dict[str, Any]:
-    """Take all rounds, in alternating order; the first is not counted."""
+def run(short: bool, sides: dict[str, str] = SIDES) -> dict[str, Any]:
+    """Take all rounds, in alternating order; the first is not counted. Ratios are to the first of the sides."""
     import random
 
+    import torch
     from transformers import AutoTokenizer
 
     if not (MODEL / "chat_template.jinja").is_file():
         build_model()
     tokenizer, rng = AutoTokenizer.from_pretrained(MODEL), random.Random(0)
     prompts = [tokenizer.decode(sums(rng, tokenizer, PROMPT, PROMPT)) for _ in range(64)]
-    with VLLMServer(MODEL, *SERVER, env={**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}) as server:
-        shape = {**DEFAULTS, "rollouts": 16, "rows": 4, "sides": SIDES, "build": build_trainer, "url": server.url}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    with contextlib.ExitStack() as servers:
+        urls = {}
+        for name in sides.keys() & SERVERS:
+            flags = [*SERVER, *(ON_GPU if gpu else ()), *(NCCL if gpu and "trl" in name else ())]
+            env = {} if gpu else {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
+            urls[name] = servers.enter_context(VLLMServer(MODEL, *flags, env=env)).url
+        shape = {**DEFAULTS, "rollouts": 16, "rows": 4, "sides": sides, "build": build_trainer, "urls": urls}
         taken = []
-        with both_sides(shape, prompts, 2, GIVE_BACK) as sides:
+        with both_sides(shape, prompts, 2, GIVE_BACK) as ask:
             for number in range(2 if short else 3):
-                order = [*SIDES] if number % 2 == 0 else [*SIDES][::-1]
-                taken.append({name: sides[name]("step")["wall"] for name in order})
+                order = [*sides] if number % 2 == 0 else [*sides][::-1]
+                taken.append({name: ask[name]("step")["wall"] for name in order})
                 print(f"round {number}: {taken[-1]}", flush=True)
-    rows = {
-        SIDES[name]: {
-            "seconds": spread([round[name] for round in taken[1:]]),
-            "times": spread([round["trl"] / round[name] for round in taken[1:]]),
-        }
-        for name in SIDES
-    }
-    return rounded({"machine": machine(), "rounds": len(taken) - 1, "rows": rows}, 4)
+    first, rows = next(iter(sides)), {}
+    for name, title in sides.items():
+        ratios = [times[first] / times[name] for times in taken[1:]]
+        rows[title] = {"seconds": spread([times[name] for times in taken[1:]]), "times": spread(ratios)}
+    place = machine() | ({"gpu": gpu} if gpu else {})
+    return rounded({"machine": place, "rounds": len(taken) - 1, "rows": rows}, 4)
 
 
 def section(results: dict[str, Any]) -> str:
-    """A row per side."""
+    """A row per side; the sides that have a server each are a table of their own."""
     of = results["machine"]
     lines = [
         f"**A whole step, generation included**: 16 rollouts in groups of 8 with {TURNS} turns of {TOKENS} tokens, a "
         f"prompt of about {PROMPT}, a model with the shape of SmolLM2-135M and random weights. {of['cpu']}, 2 cores, "
         f"which the server shares; TRL {of['trl']}. Median (smallest to largest) of {results['rounds']} rounds.",
         "",
+        *rows_of(results),
     ]
+    if each := results.get("servers"):
+        place = each["machine"].get("gpu") or "the same cores; TRL's trainer pushes no weights there, ours does"
+        lines += ["", f"Both with a vLLM server of their own, on {place}:", "", *rows_of(each)]
+    return "\n".join(lines)
+
+
+def rows_of(results: dict[str, Any]) -> list[str]:
     cells = (
         f"{name} | " + " | ".join(f"{v['median']:.2f} ({v['min']:.2f} to {v['max']:.2f})" for v in row.values())
         for name, row in results["rows"].items()
     )
-    return "\n".join([*lines, *table("rollouts | seconds | times as fast", cells)])
+    return table("rollouts | seconds | times as fast", cells)
 
 
 FRAME = Frame("whole", section)
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = FRAME.parse(__doc__, argv, "one pair of steps; docs/speed.md is left alone")
+    servers = {"action": "store_true", "help": "TRL's trainer and ours, each with a vLLM server"}
+    options = FRAME.parse(__doc__, argv, "one pair of steps; docs/speed.md is left alone", servers=servers)
     if options is None:
         return
-    os.environ |= {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    FRAME.finish(run(options.short), options.short)
+    results = run(options.short, SERVERS if options.servers else SIDES)
+    if options.servers and not options.short:
+        results = {**json.loads(FRAME.results.read_text(encoding="utf-8")), "servers": results}
+    FRAME.finish(results, options.short)
 
 
 if __name__ == "__main__":
