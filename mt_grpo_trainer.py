@@ -324,8 +324,9 @@ class MultiTurnToolEnv(Conversations):
         length, ended = written.cut(ids, history)
         reason = "stop" if ended else "length" if early else generation.finish_reason
         turn = Turn(ids[:length], logprobs and logprobs[:length], "", reason)
-        known = (self.tools if rollout.tools is None else rollout.tools, *filter(None, [rollout.prefill]))
-        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, *known)
+        tools = self.tools if rollout.tools is None else rollout.tools
+        parsed = written.parse(turn.token_ids, history, tools, rollout.prefill or "")
+        turn.text, turn.calls, turn.answer, turn.open_thinking = parsed
         turn.answer = None if reason == "length" else turn.answer  # what the budget cut off is no answer
         turn.context, rollout.edited = rollout.edited, None
         turn.state_key, turn.seconds, turn.generations = key, time.perf_counter() - started, generations
@@ -954,6 +955,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         peft_config: Any = None,
     ):
         args = args or MTGRPOConfig("mt-grpo-output")
+        if not isinstance(args, MTGRPOConfig) or not isinstance(env, MultiTurnToolEnv):
+            got = f"{type(env).__name__} and {type(args).__name__}"
+            raise TypeError(f"env and args are {got}, expected a MultiTurnToolEnv and an MTGRPOConfig.")
         given = turn_reward_weights or args.turn_reward_weights, outcome_reward_weights or args.outcome_reward_weights
         self.reward_functions = RewardFunctions.of(turn_reward_funcs, outcome_reward_funcs, env, *given)
         train_dataset, eval_dataset, tokenizer, model_config = prepare_env(
@@ -1233,6 +1237,7 @@ def main(argv: list[str] | None = None) -> None:
         except (ValueError, OSError, ServerError) as error:
             sys.exit(f"error: {error}")
         if script_args.preflight:
+            stack.callback(trainer.close_client)
             sys.exit(run_preflight(trainer))
         train_or_save(trainer)
         if args.push_to_hub:

@@ -113,13 +113,13 @@ def revision_of(source: str, model_args: mt.ModelKeys) -> str:
 
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> Any:
     """A language model on the GPU if there is one. It reads images, or text alone, then maybe with a LoRA adapter."""
-    source, kind = path, AutoModelForCausalLM
+    source, kind, how = path, AutoModelForCausalLM, {"trust_remote_code": args.trust_remote_code}
     with contextlib.suppress(OSError, ValueError, KeyError):
         if (adapter := Path(path) / "adapter_config.json").is_file():  # whose folder has no configuration of a model
             source = json.loads(adapter.read_text())["base_model_name_or_path"]
-        config = AutoConfig.from_pretrained(source, trust_remote_code=args.trust_remote_code)
+        how["revision"] = revision_of(source, model_args)
+        config = AutoConfig.from_pretrained(source, **how)
         kind = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
-    how = {"trust_remote_code": args.trust_remote_code, "revision": revision_of(path, model_args)}
     how |= {"dtype": model_args.dtype or "auto", "attn_implementation": model_args.attn_implementation}
     model = kind.from_pretrained(path, **how)
     return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
@@ -176,9 +176,10 @@ def evaluate(
     if isinstance(model, str):
         model = load_model(model, args, model_args)
     source = model_args.model_name_or_path if served else name  # of the tokenizer, and of what reads images
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, revision=revision_of(source, model_args))
+    how = {"trust_remote_code": args.trust_remote_code, "revision": revision_of(source, model_args)}
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, **how)
     path = tokenizer.name_or_path
-    config = AutoConfig.from_pretrained(path, revision=revision_of(path, model_args)) if served else model.config
+    config = AutoConfig.from_pretrained(path, **how) if served else model.config
     with_pictures(tokenizer, image_reader(source, config, tokenizer))
     if served:
         model.tokenizer, model.vocab_size = tokenizer, getattr(config.get_text_config(), "vocab_size", None)
@@ -417,7 +418,7 @@ def main(argv: list[str] | None = None) -> None:
         further = "num_problems split seed k batch_size greedy show".split()
         given = {name: vars(options)[name] for name in further} | {"holds": options.server and options.model}
         result = evaluate(model, recipe, tokenizer=tokenizer, **given)
-    except (ValueError, OSError, ServerError, RunError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: of a server, a run or a reward
         sys.exit(f"error: {error}")
     print("\n\n".join([table(result), *map(transcript, result.get("conversations", []))]))
 

@@ -42,7 +42,6 @@ from transformers.utils.logging import disable_progress_bar
 from viewer.rows import question, table_line
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.errors import ServerError
 from mt_grpo.recipe.parse import default_of
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.training.batch import unused_rewards
@@ -86,7 +85,10 @@ def explain(config: str, row: int = 0, overrides: Iterable[str] = ()) -> GroupCr
             raise ValueError(f"--row {row}: the training set has {len(rows)} rows. Expected 0 to {len(rows) - 1}.")
         inputs = [rows[row]] * trainer.num_generations
         trainer.model.train()  # the trainer asks the model whether it is training or evaluating
-        trainer._generate_and_score_completions(inputs)
+        try:
+            trainer._generate_and_score_completions(inputs)
+        finally:
+            trainer.close_client()
         return collect(trainer, inputs[0], list(read_rollouts(folder)), row)
 
 
@@ -254,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
         group = explain(options.config, options.row, overrides)
         Path(options.output).parent.mkdir(parents=True, exist_ok=True)
         Path(options.output).write_text(render_html(group), encoding="utf-8")
-    except (ValueError, OSError, ServerError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: of a server, a run or a reward
         sys.exit(f"error: {error}")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show an arrow shows a question mark

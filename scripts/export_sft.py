@@ -24,7 +24,8 @@ from typing import Any
 
 from mt_grpo.reports.rollout_log import read_rollouts
 
-CUT_OFF = ("max_tokens", "context_length", "max_turns")  # stop reasons: the conversation has no end of its own
+# Stop reasons: the conversation has no end of its own.
+CUT_OFF = ("max_tokens", "context_length", "max_turns", "agent_timeout")
 
 Row = dict[str, Any]
 

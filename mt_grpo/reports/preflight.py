@@ -440,6 +440,7 @@ def run_preflight(trainer: ResumableTrainer) -> int:
             trainer.train()
     except (RunError, ServerError) as error:
         say(*(f"{trouble.name}: {trouble.text}" for trouble in troubles(facts_of_settings(trainer))))
+        logger.error("the preflight stopped", exc_info=error.__cause__)
         sys.exit(f"error: {error}")
     facts, batches = watch.facts, [trainer.batch]
     uses = trainer.args.steps_per_generation * trainer.args.num_iterations

@@ -57,7 +57,7 @@ RUN_RECORD = "mt_grpo_run.json"  # next to trainer_state.json: the settings that
 NOT_TRAINED = (
     "output_dir", "resume_from_checkpoint", "logging_", "log_", "save_", "hub_", "push_", "report_to", "run_name",
     "project", "trackio_", "eval_", "per_device_eval_", "num_generations_eval", "include_", "disable_tqdm",
-    "num_completions_to_print", "ddp_", "skip_memory_metrics", "debug", "vllm_server_", "vllm_group_port",
+    "num_completions_to_print", "ddp_", "do_", "skip_memory_metrics", "debug", "vllm_server_", "vllm_group_port",
     "vllm_gpu_memory_utilization", "load_best_model", "metric_for_best_model", "greater_is_better", "restore_callback",
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent", "dataloader_prefetch",
 )  # fmt: skip

@@ -314,9 +314,16 @@ class ResumableTrainer(GRPOTrainer):
             set_rng_state(before)
             self.model.train(training)
 
+    def close_client(self) -> None:
+        """Close a server's client now: as the interpreter ends no host's name is found, and adapters would stay."""
+        if getattr(self, "client", None) is not None:
+            self.client.close()
+
     def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
         """`Trainer`'s method; an evaluation without any score is not the best one."""
         name = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
+        if self.args.metric_for_best_model and name not in metrics:
+            raise RunError(f"metric_for_best_model: {name} is not one of {', '.join(sorted(metrics))}.")
         return metrics.get(name, 0.0) is not None and super()._determine_best_metric(metrics, trial)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -392,9 +399,8 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             if isinstance(error, CheckpointError):  # nothing was trained: there is no state to save
                 sys.exit(f"error: {error}")
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
-        finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay
-            if getattr(trainer, "client", None) is not None:
-                trainer.client.close()
+        finally:
+            trainer.close_client()
         try:
             trainer.save_trained_model()  # a signal does not interrupt this
         except NotFinite as error:

@@ -117,6 +117,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
         pass
     plan = {
         "starts_server": starts_server, "uses_server": uses_server, "output_dir": args.output_dir,
+        "preflight": script_args.preflight,
         "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),
         "server_gpus": servers, "tensor_parallel": per_engine, "engine": args.rollout_engine,
         "deepspeed": importlib.util.find_spec("deepspeed") is not None,

@@ -120,9 +120,9 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
             if not server.is_alive():
                 server.show_log()
                 print(f"train: error: {server.name} ended during training; see above.", file=sys.stderr, flush=True)
-        what = "preflight" if "--preflight" in arguments else "trainer"
+        what = "preflight" if plan["preflight"] else "trainer"
         say(f"the {what} failed with exit code {status}")
-    elif "--preflight" not in arguments:
+    elif not plan["preflight"]:
         say(f"done; the model and trainer_state.json are in {plan['output_dir']}")
     return status
 
