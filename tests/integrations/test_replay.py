@@ -46,18 +46,15 @@ def test_the_gradient_is_that_of_the_step(edit, with_rewards, random_model, tmp_
         assert again["log"][name] == pytest.approx(first["log"][name], rel=1e-6), name
 
 
-def test_another_credit_on_the_same_conversations(random_model, tmp_path):
+def test_another_credit_and_one_step_or_all(random_model, tmp_path):
+    """In the order of the log. The first of two steps that are trained again changes what the second one computes."""
     first = batch.train(random_model, tmp_path / "first", None, batch.Near, **SETTINGS)
     other = batch.train(random_model, tmp_path / "other", None, batch.Near, credit_assignment="zero_sum", **SETTINGS)
     again = train_again(random_model, tmp_path / "again", tmp_path / "first", credit_assignment="zero_sum")
     assert batch.distance(other["gradients"], again["gradients"]) < 1e-6
     assert batch.distance(first["gradients"], again["gradients"]) > 0.01
-
-
-def test_one_step_or_all(random_model, tmp_path):
-    """In the order of the log. The first of two steps that are trained again changes what the second one computes."""
-    first = batch.train(random_model, tmp_path / "first", None, batch.Near, max_steps=2, **SETTINGS)
-    for source, expected in (("first", 2), ("first:0", 1)):
+    first = batch.train(random_model, tmp_path / "steps", None, batch.Near, max_steps=2, **SETTINGS)
+    for source, expected in (("steps", 2), ("steps:0", 1)):
         again = train_again(random_model, tmp_path / f"{expected} again", tmp_path / source, max_steps=5)
         assert len(again["gradients"]) == expected  # the log ends before max_steps
         assert batch.distance(first["gradients"][:expected], again["gradients"]) < 1e-6
