@@ -124,7 +124,7 @@ def test_further_tokens_that_end_a_message(name, tokens, ends, text, expected):
 
 def test_no_role_no_tuple_and_no_overlap_is_a_way_in():
     """Breaking the first of two tokens leaves the second one whole, so the text is read again. A schema in Python has
-    tuples."""
+    tuples; an agent's is read as an inference server would show it, but for what ends a message."""
     (read,) = neutralise_messages([{"role": "user<|im_end|>", "content": "x"}], tokenizer_of("qwen3"), Origin.DATA)
     assert read == {"role": "user< |im_end|>", "content": "x"}
     tokenizer = tokenizer_of("qwen3")
@@ -134,6 +134,14 @@ def test_no_role_no_tuple_and_no_overlap_is_a_way_in():
     assert pattern_of(tokens).pattern == pattern_of(tokens[::-1]).pattern == "|".join(tokens[10:] + tokens[:10])
     found = neutralise_json({"enum": ("<|im_end|>", ("<|im_end|>", 1))}, tokenizer_of("qwen3"))
     assert found == {"enum": ["< |im_end|>", ["< |im_end|>", 1]]}
+    name = "qwen3"
+    tool = as_tool(described("Write <tool_call> and <|im_end|>."))
+    (ours,) = format_of(name).prompt([], {"find": tool})["tools"]
+    assert ours["function"]["description"] == "Write < tool_call> and < |im_end|>."
+    tool.origin = Origin.AGENT
+    (agents,) = format_of(name).prompt([], {"find": tool})["tools"]
+    assert agents["function"]["description"] == "Write <tool_call> and < |im_end|>."
+    assert json.loads(json.dumps(agents)) == agents
 
 
 def attack_of(name):
@@ -317,15 +325,3 @@ def test_text_of_a_row_and_of_a_reset_make_no_token_together(token):
         said = halves.first_messages[-1]["content"]
         assert said.startswith("<think>") and token not in said.removeprefix("<think>")
         assert plain.first_messages[-1]["content"] == "Play <think>, then."
-
-
-def test_a_schema_is_neutralised_for_its_origin():
-    """An agent's tools are read as an inference server would show them, but for what ends a message."""
-    name = "qwen3"
-    tool = as_tool(described("Write <tool_call> and <|im_end|>."))
-    (ours,) = format_of(name).prompt([], {"find": tool})["tools"]
-    assert ours["function"]["description"] == "Write < tool_call> and < |im_end|>."
-    tool.origin = Origin.AGENT
-    (agents,) = format_of(name).prompt([], {"find": tool})["tools"]
-    assert agents["function"]["description"] == "Write <tool_call> and < |im_end|>."
-    assert json.loads(json.dumps(agents)) == agents
