@@ -100,7 +100,7 @@ def test_imports_point_downwards(name):
         assert other in FILES, f"{name}: `{statement}` names no module"
 
 
-def test_an_integration_does_not_know_the_others():
+def test_integrations_and_modules_are_apart():
     """Except MCP, whose tools verl's have too. The core imports none: its table has their names."""
     known = {"verl": {"mcp"}}
     for name in MODULES:
@@ -109,9 +109,6 @@ def test_an_integration_does_not_know_the_others():
             others_of = {other.split("/")[1] for other in ours(name) if re.fullmatch(r"integrations/\w+/\w+", other)}
             own = rest.split("/")[0]
             assert others_of <= {own, *known.get(own, ())}, name
-
-
-def test_no_modules_import_each_other_in_a_circle():
     below = {name: set(ours(name)) for name in MODULES}
     while free := [name for name, others in below.items() if not others & below.keys()]:
         for name in free:

@@ -122,9 +122,26 @@ def test_further_tokens_that_end_a_message(name, tokens, ends, text, expected):
     assert TOOL_FORMATS["native"](tokenizer, extra_ends=ends).ends >= ends
 
 
-def test_a_role_is_no_way_in():
+def test_no_role_no_tuple_and_no_overlap_is_a_way_in():
+    """Breaking the first of two tokens leaves the second one whole, so the text is read again. A schema in Python has
+    tuples; an agent's is read as an inference server would show it, but for what ends a message."""
     (read,) = neutralise_messages([{"role": "user<|im_end|>", "content": "x"}], tokenizer_of("qwen3"), Origin.DATA)
     assert read == {"role": "user< |im_end|>", "content": "x"}
+    tokenizer = tokenizer_of("qwen3")
+    assert neutralise("[/a]b[", tokenizer, pattern_of({"[/a]", "]b["})) == "[ /a] b["
+    assert pattern_of({"<a>", "<a>b", "c"}).findall("<a>bc<a>") == ["<a>b", "c", "<a>"]
+    tokens = [f"<{k}>" for k in range(30)]  # in an order of its own: processes have other hashes
+    assert pattern_of(tokens).pattern == pattern_of(tokens[::-1]).pattern == "|".join(tokens[10:] + tokens[:10])
+    found = neutralise_json({"enum": ("<|im_end|>", ("<|im_end|>", 1))}, tokenizer_of("qwen3"))
+    assert found == {"enum": ["< |im_end|>", ["< |im_end|>", 1]]}
+    name = "qwen3"
+    tool = as_tool(described("Write <tool_call> and <|im_end|>."))
+    (ours,) = format_of(name).prompt([], {"find": tool})["tools"]
+    assert ours["function"]["description"] == "Write < tool_call> and < |im_end|>."
+    tool.origin = Origin.AGENT
+    (agents,) = format_of(name).prompt([], {"find": tool})["tools"]
+    assert agents["function"]["description"] == "Write <tool_call> and < |im_end|>."
+    assert json.loads(json.dumps(agents)) == agents
 
 
 def attack_of(name):
@@ -257,7 +274,7 @@ def test_content_that_is_no_text_ends_its_rollout(content, way, name):
     assert "expected text" in str(broken.error).lower()
 
 
-def test_a_message_that_only_calls_may_say_nothing():
+def test_parts_are_read_as_text_and_a_message_that_only_calls_says_nothing():
     call = {"id": "call00000", "type": "function", "function": {"name": "find", "arguments": {"city": "x"}}}
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "name": "find", "tool_call_id": "call00000", "content": "7"}]  # fmt: skip
@@ -267,6 +284,14 @@ def test_a_message_that_only_calls_may_say_nothing():
 
     (rollout,) = play("calculator-hermes-model", Shown)
     assert rollout.error is None and "None" not in tokenizer_of("calculator-hermes-model").decode(rollout.prompt_ids)
+    for name in ("calculator-model", "calculator-hermes-model"):
+        parts = [{"type": "text", "text": "What is 1"}, {"type": "text", "text": " + 1?"}]
+        whole, split = env_of(name).start(["What is 1 + 1?", [{"role": "user", "content": parts}]])
+        assert whole.prompt_ids == split.prompt_ids
+        with pytest.raises(ValueError, match="prompt 0: a message has an image"):
+            env_of(name).start([[{"role": "user", "content": [{"type": "image", "image": "x"}]}]])
+        with pytest.raises(ValueError, match="has the|has a message with the content 5, expected"):
+            env_of(name).start([[{"role": "user", "content": 5}]])
 
 
 @EVERY
@@ -300,41 +325,3 @@ def test_text_of_a_row_and_of_a_reset_make_no_token_together(token):
         said = halves.first_messages[-1]["content"]
         assert said.startswith("<think>") and token not in said.removeprefix("<think>")
         assert plain.first_messages[-1]["content"] == "Play <think>, then."
-
-
-def test_parts_of_a_prompt_are_read_as_text():
-    for name in ("calculator-model", "calculator-hermes-model"):
-        parts = [{"type": "text", "text": "What is 1"}, {"type": "text", "text": " + 1?"}]
-        whole, split = env_of(name).start(["What is 1 + 1?", [{"role": "user", "content": parts}]])
-        assert whole.prompt_ids == split.prompt_ids
-        with pytest.raises(ValueError, match="prompt 0: a message has an image"):
-            env_of(name).start([[{"role": "user", "content": [{"type": "image", "image": "x"}]}]])
-        with pytest.raises(ValueError, match="has the|has a message with the content 5, expected"):
-            env_of(name).start([[{"role": "user", "content": 5}]])
-
-
-def test_a_schema_is_neutralised_for_its_origin():
-    """An agent's tools are read as an inference server would show them, but for what ends a message."""
-    name = "qwen3"
-    tool = as_tool(described("Write <tool_call> and <|im_end|>."))
-    (ours,) = format_of(name).prompt([], {"find": tool})["tools"]
-    assert ours["function"]["description"] == "Write < tool_call> and < |im_end|>."
-    tool.origin = Origin.AGENT
-    (agents,) = format_of(name).prompt([], {"find": tool})["tools"]
-    assert agents["function"]["description"] == "Write <tool_call> and < |im_end|>."
-    assert json.loads(json.dumps(agents)) == agents
-
-
-def test_tokens_that_overlap_are_all_broken():
-    """Breaking the first one leaves the second one whole, so the text is read again."""
-    tokenizer = tokenizer_of("qwen3")
-    assert neutralise("[/a]b[", tokenizer, pattern_of({"[/a]", "]b["})) == "[ /a] b["
-    assert pattern_of({"<a>", "<a>b", "c"}).findall("<a>bc<a>") == ["<a>b", "c", "<a>"]
-    tokens = [f"<{k}>" for k in range(30)]  # in an order of its own: processes have other hashes
-    assert pattern_of(tokens).pattern == pattern_of(tokens[::-1]).pattern == "|".join(tokens[10:] + tokens[:10])
-
-
-def test_tuples_of_texts_are_read_as_lists():
-    """A tool in Python may have them in its schema, as of an enum."""
-    found = neutralise_json({"enum": ("<|im_end|>", ("<|im_end|>", 1))}, tokenizer_of("qwen3"))
-    assert found == {"enum": ["< |im_end|>", ["< |im_end|>", 1]]}

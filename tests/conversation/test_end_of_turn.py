@@ -31,17 +31,20 @@ def test_end_of_turn(sampled, length):
     assert cut == (length, any(tag in CHATML_TOKENIZER.decode(sampled) for tag in ("</tool>", "</answer>")))
 
 
-def test_a_sample_that_runs_on_is_cut_after_the_token_that_completes_the_tag():
+def test_a_sample_that_runs_on_ends_where_its_tag_does():
+    """Also where a backend has no stop texts and samples until its budget. A token that holds more than the tag stays
+    whole."""
     rollout, _ = converse(f"{ADD}<|im_end|>\n<|im_start|>user\n<result>\n6\n</result>", f"{ANSWER} or 6")
     assert rollout.completion_ids == ids(ADD + result("5") + ANSWER)
     assert [turn.finish_reason for turn in rollout.turns] == ["stop", "stop"]
-
-
-def test_a_call_before_the_budget_is_spent_ended_by_its_tag():
-    """Where a backend has no stop texts, the sample runs on until its budget; the turn did not."""
     rollout, _ = converse(ADD + "x" * 100, "x" * 100, max_turn_tokens=80)
     assert [turn.finish_reason for turn in rollout.turns] == ["stop", "length"]
     assert rollout.completion_ids == ids(ADD + result("5") + "x" * 80)
+    sampled = [*ids(ADD[:-2]), CLOSES_AND_MORE]
+    rollout, backend = converse([*sampled, 65], ANSWER)
+    assert rollout.completion_ids == sampled + ids(result("5")) + ids(ANSWER)
+    assert rollout.turns[0].text == ADD + "\n"
+    assert rollout.turns[0].logprobs == backend.requests[0].logprobs[:-1]
 
 
 def test_a_turn_whose_budget_ends_with_its_thinking_was_cut_off():
@@ -55,14 +58,6 @@ def test_a_turn_whose_budget_ends_with_its_thinking_was_cut_off():
     env = make_env(max_turn_tokens=len(ids("".join(texts))))
     (rollout,) = env.generate([[{"role": "user", "content": "?"}]], Stops())["rollouts"]
     assert rollout.turns[0].finish_reason == "length" and rollout.stop_reason == StopReason.MAX_TOKENS
-
-
-def test_one_token_that_holds_more_than_the_tag_is_kept_whole():
-    sampled = [*ids(ADD[:-2]), CLOSES_AND_MORE]
-    rollout, backend = converse([*sampled, 65], ANSWER)
-    assert rollout.completion_ids == sampled + ids(result("5")) + ids(ANSWER)
-    assert rollout.turns[0].text == ADD + "\n"
-    assert rollout.turns[0].logprobs == backend.requests[0].logprobs[:-1]
 
 
 def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():

@@ -162,7 +162,8 @@ def test_what_is_observed_of_a_turn():
     assert sampled.int().tolist() == [[1] * 4, [1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
 
 
-def test_instances_are_reset_and_used_again():
+def test_instances_are_used_again_unless_a_call_was_given_up():
+    """The call may still change it."""
     env, first, _ = run(Counter, [[ANSWER], [ANSWER]])
     backend = Scripted([[ANSWER], [ANSWER], [ANSWER]])
     again = env.generate([[{"role": "user", "content": "Count."}]] * 3, backend, rows=[{}] * 3)["rollouts"]
@@ -176,6 +177,18 @@ def test_instances_are_reset_and_used_again():
     env, (first,), _ = run(Closes, [[ANSWER]])
     (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
     assert first.environment is not second.environment and first.environment.value is None
+
+    class Hangs(Counter):
+        def wait(self) -> str:
+            """Wait."""
+            threading.Event().wait(1)
+
+    env, (first,), _ = run(Hangs, [[call("wait"), ANSWER]], tool_timeout=0.1)
+    assert first.turns[0].error == "timeout" and first.stop_reason == StopReason.ANSWERED
+    (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    (third,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert second.environment is not first.environment and second.environment.resets == 2
+    assert third.environment is second.environment
 
 
 def test_tools_of_the_file_and_of_the_environment_stand_in_the_prompt():
@@ -191,6 +204,19 @@ def test_tools_of_the_file_and_of_the_environment_stand_in_the_prompt():
     assert system.startswith("shout(text: str) -> str\nShout.\n\nadd(amount: int) -> str\nAdd to the counter.")
     assert [t.observation for t in rollout.turns] == ["A", "1", None]
 
+    def add(a: int) -> int:
+        """Add."""
+
+    class Lists(Counter):
+        def __init__(self):
+            super().__init__()
+            self.tools = [add]
+
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them in Counter"):
+        MultiTurnToolEnv([add], None, environment=Counter)
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them in Lists"):
+        run(Lists, [[ANSWER]])  # known only when there is an instance
+
 
 class Board:
     def reset(self, **row):
@@ -199,12 +225,16 @@ class Board:
     tools = ()
 
 
-def test_messages_of_reset_replace_the_prompt():
+def test_reset_brings_the_messages_that_a_row_has_not():
     _, (rollout,), _ = run(Board, [[ANSWER]], [{"n": 3}], system_prompt="Not mine.")
     assert rollout.prompt_ids == ids(
         "<|im_start|>system\nRules.<|im_end|>\n<|im_start|>user\nRow 3.<|im_end|>\n<|im_start|>assistant\n"
     )
     assert rollout.first_messages == rollout.prompt_messages
+    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Opens)
+    (rollout,) = env.generate([[]], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
+    assert "reset returned nothing, and the row has no prompt" in str(rollout.error)
 
 
 def talks(replies):
@@ -241,21 +271,6 @@ def test_messages_go_behind_an_answer_and_behind_results():
     assert backend.of(0)[2].prompt == rollout.prompt_ids + ids(ANSWER) + sure + ids(call("look")) + both
     assert rollout.turns[0].reward == 0.5 and rollout.turns[0].info == {"a": 1}
     assert len(rollout.records) == 1
-
-
-def test_two_tools_of_one_name_are_refused():
-    def add(a: int) -> int:
-        """Add."""
-
-    class Lists(Counter):
-        def __init__(self):
-            super().__init__()
-            self.tools = [add]
-
-    with pytest.raises(ValueError, match="Two tools are called 'add', one of them in Counter"):
-        MultiTurnToolEnv([add], None, environment=Counter)
-    with pytest.raises(ValueError, match="Two tools are called 'add', one of them in Lists"):
-        run(Lists, [[ANSWER]])  # known only when there is an instance
 
 
 @pytest.mark.contract("continuations")
@@ -323,8 +338,9 @@ def test_an_answer_of_which_an_environment_wrote_parts(tool_format):
     assert rollout.turns[-1].answer == "Rollo of and the North" and not rollout.turns[-1].calls
 
 
-def test_a_call_that_was_read_is_not_part_of_what_follows_a_continuation():
-    """It was not closed, and says so. The text behind it begins another one."""
+def test_what_stands_before_a_continuation():
+    """A call that was not closed says so, and the text begins another one. Results are cut as others are: a reward
+    must not see more of them than the model would have."""
     written = '<tool>{"name": "add"'
     environment = talks([Reply(continuation=" Again: ")])
     good = '<tool>{"name": "add", "args": {"amount": 3}}</tool>'
@@ -332,10 +348,6 @@ def test_a_call_that_was_read_is_not_part_of_what_follows_a_continuation():
     assert "not closed" in rollout.turns[0].calls[0].error
     (second,) = rollout.turns[1].calls
     assert (second.error, second.arguments) == (None, {"amount": 3})
-
-
-def test_results_behind_which_a_text_goes_on_are_cut_as_others_are():
-    """The model reads the text in their place. A reward that looks into them must not see more than it would have."""
 
     class Searches(talks([Reply(continuation=" Hm, ")])):
         def look(self) -> str:
@@ -345,9 +357,6 @@ def test_results_behind_which_a_text_goes_on_are_cut_as_others_are():
     _, (rollout,), _ = run(Searches, [[call("look"), ANSWER]], max_tool_response_tokens=40)
     (result,) = rollout.turns[0].results
     assert rollout.turns[0].continuation == " Hm, " and "gold" not in result.text and len(ids(result.text)) <= 40
-
-
-def test_a_continuation_begins_with_no_blank_of_the_tokenizers_own():
     tokenizer = make_tokenizer(CHATML_TOKENIZER.chat_template)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
     assert tokenizer("No:", add_special_tokens=False)["input_ids"] == ids(" No:")
@@ -551,22 +560,6 @@ def test_an_environment_that_nobody_waits_for_is_closed():
     assert closed.wait(20)
 
 
-def test_an_environment_whose_call_was_given_up_is_not_used_again():
-    """The call may still change it."""
-
-    class Hangs(Counter):
-        def wait(self) -> str:
-            """Wait."""
-            threading.Event().wait(1)
-
-    env, (first,), _ = run(Hangs, [[call("wait"), ANSWER]], tool_timeout=0.1)
-    assert first.turns[0].error == "timeout" and first.stop_reason == StopReason.ANSWERED
-    (second,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
-    (third,) = env.generate(["Count."], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
-    assert second.environment is not first.environment and second.environment.resets == 2
-    assert third.environment is second.environment
-
-
 def test_a_row_that_reset_would_not_take_is_refused_before_training():
     """By the names of the argument and of the columns; so is a key that only one row lacks, or has."""
 
@@ -590,25 +583,6 @@ def test_a_row_that_reset_would_not_take_is_refused_before_training():
     Environments({"a": Board, "b": Strict}, 1.0, {}).check_rows(
         Rows([{"environment": "a", "board": "x"}, {"environment": "b"}])
     )
-
-
-def test_the_column_that_chooses_an_environment_is_not_passed_to_reset():
-    class Strict(Counter):
-        def reset(self, start: int) -> None:
-            super().reset(start)
-
-    rows = [{"environment": "strict", "start": 4}]
-    _, (rollout,), _ = run({"strict": Strict}, [[ANSWER]], rows)
-    assert rollout.error is None and rollout.reward == 4.0
-
-    class Reads(Counter):
-        def reset(self, environment: str, method: str, rollout: str) -> str:  # names that functions of ours have too
-            super().reset()
-            return f"{environment} {method}, {rollout}"
-
-    row = {"environment": "forest", "method": "by hand", "rollout": "third"}
-    _, (rollout,), _ = run(Reads, [[ANSWER]], [row], prompt="In the ")  # it chooses nothing
-    assert rollout.first_messages == [{"role": "user", "content": "In the forest by hand, third"}]
 
 
 def hermes(*calls):
@@ -678,19 +652,42 @@ def test_calls_beyond_the_limit_are_answered_with_an_error(monkeypatch):
     assert backend.of(0)[1].prompt == rollout.prompt_ids + ids(turn) + ids(read)
 
 
-def test_a_text_that_the_budget_cut_off_is_no_answer():
+def test_what_is_read_and_is_no_answer():
+    """A text that the budget cut off, and an environment's tool message without a name, which the template's stand-in
+    call needs."""
     rollout, _ = run_hermes(Counter, "It is five.<|im_end|>", max_turn_tokens=5)
     assert (rollout.turns[0].text, rollout.turns[0].answer) == ("It is", None)
     assert rollout.stop_reason == StopReason.MAX_TOKENS
+    replies = [Reply(messages=[{"role": "tool", "content": "later"}]), None]
+    rollout, _ = run_hermes(talks(replies), "It is 5.", "It is 5.", max_steps=2)
+    assert rollout.error is None and rollout.turns[0].observation == "later"
 
 
-def test_rows_choose_among_several_environments():
+def test_a_row_chooses_its_environment():
+    """Which is not passed to `reset` where it chooses."""
     env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment={"count": Counter, "board": Board})
     rows = [{"environment": "board", "n": 1}, {"environment": "count", "start": 4}]
     rollouts = env.generate(["x", "x"], Scripted([[ANSWER], [ANSWER]]), rows=rows)["rollouts"]
     assert [type(r.environment) for r in rollouts] == [Board, Counter]
     with pytest.raises(ValueError, match="environment='chess', expected"):
         env.environments.class_of({"environment": "chess"})
+
+    class Strict(Counter):
+        def reset(self, start: int) -> None:
+            super().reset(start)
+
+    rows = [{"environment": "strict", "start": 4}]
+    _, (rollout,), _ = run({"strict": Strict}, [[ANSWER]], rows)
+    assert rollout.error is None and rollout.reward == 4.0
+
+    class Reads(Counter):
+        def reset(self, environment: str, method: str, rollout: str) -> str:  # names that functions of ours have too
+            super().reset()
+            return f"{environment} {method}, {rollout}"
+
+    row = {"environment": "forest", "method": "by hand", "rollout": "third"}
+    _, (rollout,), _ = run(Reads, [[ANSWER]], [row], prompt="In the ")  # it chooses nothing
+    assert rollout.first_messages == [{"role": "user", "content": "In the forest by hand, third"}]
 
 
 def test_what_a_turn_was_told_stays_as_it_was():
@@ -710,13 +707,6 @@ def test_what_a_turn_was_told_stays_as_it_was():
     _, (rollout,), _ = run(Game, [[ANSWER, ANSWER]], max_steps=2)
     assert [turn.state_key for turn in rollout.turns] == [[0, 0], [1, 0]]
     assert [turn.info for turn in rollout.turns] == [{"board": [1, 0]}, {"board": [1, 1]}]
-
-
-def test_a_tools_message_without_a_name_is_read():
-    """An environment's own: the stand-in call of the chat template needs a name."""
-    replies = [Reply(messages=[{"role": "tool", "content": "later"}]), None]
-    rollout, _ = run_hermes(talks(replies), "It is 5.", "It is 5.", max_steps=2)
-    assert rollout.error is None and rollout.turns[0].observation == "later"
 
 
 def says(kind, text):
@@ -1062,10 +1052,3 @@ def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows):
     assert (trainer.state.global_step, Asks.asked) == (2, 8)
     read = {rollout.prompt_messages[0]["content"] for rollout in trainer.batch.rollouts}
     assert read == {"Row None."} if rows is None else len(read) == 2 and read < {f"Row {n}." for n in range(4)}
-
-
-def test_a_prompt_has_to_come_from_somewhere():
-    env = MultiTurnToolEnv([], None, tokenizer=CHATML_TOKENIZER, environment=Opens)
-    (rollout,) = env.generate([[]], Scripted([[ANSWER]]), rows=[{}])["rollouts"]
-    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
-    assert "reset returned nothing, and the row has no prompt" in str(rollout.error)

@@ -106,11 +106,16 @@ def test_the_templates_end_of_turn_ends_a_turn_special_or_not(special):
     assert fmt.parse([65, end], PROMPT).text == tokenizer.decode([65])
 
 
-def test_blanks_that_are_a_token_end_no_turn():
+def test_blanks_end_no_turn_and_thinking_needs_no_token():
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}assistant:", ["<eos>"], ["\n\n"]
     )
     assert TOOL_FORMATS["xml"](tokenizer).ends == {tokenizer.eos_token_id}
+    tokenizer = chatml(plain=())
+    fmt = TOOL_FORMATS["xml"](tokenizer, {"opening": "<think>\n"})
+    prompt = ids("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n<think>\n", tokenizer)
+    assert fmt.parse(ids("<answer>5</answer>", tokenizer), prompt).open_thinking
+    assert fmt.parse(ids("</think><answer>5</answer>", tokenizer), prompt).answer == "5"
 
 
 @pytest.mark.parametrize("ending", ["", "\n"])
@@ -184,14 +189,6 @@ def test_xml(prompt, text, calls, answer, open_thinking):
     """Tags inside thinking mean nothing, and the token that ended the turn is not in its text."""
     for end in ("", "<|im_end|>", "<|endoftext|>"):
         assert XML_FORMAT.parse(ids(text + end), prompt) == Parsed(text, calls, answer, open_thinking)
-
-
-def test_thinking_without_tokens_of_its_own():
-    tokenizer = chatml(plain=())
-    fmt = TOOL_FORMATS["xml"](tokenizer, {"opening": "<think>\n"})
-    prompt = ids("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n<think>\n", tokenizer)
-    assert fmt.parse(ids("<answer>5</answer>", tokenizer), prompt).open_thinking
-    assert fmt.parse(ids("</think><answer>5</answer>", tokenizer), prompt).answer == "5"
 
 
 THOUGHT, STOPS = f"<think>{ADD}</think>", ("</tool>", "</answer>")
@@ -594,11 +591,14 @@ def test_broken_calls_are_calls_with_an_error(text, errors):
     assert [call.error for call in parse(TOOL_FORMATS["hermes"](tokenizer_of("qwen3")), text).calls] == errors
 
 
-def test_a_template_that_leaves_tools_out_needs_a_system_prompt():
+def test_templates_for_tools_and_without():
     fmt = native("deepseekv3")
     with pytest.raises(ValueError, match=r"do not name 'add'"):
         fmt.prompt([{"role": "user", "content": "?"}], TOOLS)
     assert "tools" in fmt.prompt([{"role": "system", "content": "add(a, b)"}], TOOLS)
+    tokenizer = chatml()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": (TEMPLATES / "qwen3.jinja").read_text()}
+    assert TOOL_FORMATS["hermes"](tokenizer).describes_tools
 
 
 @pytest.mark.parametrize(
@@ -615,12 +615,6 @@ def test_templates_without_a_known_syntax_are_refused(fmt, name, part):
     tokenizer.bos_token = "<eos>"
     with pytest.raises(ValueError, match=part):
         TOOL_FORMATS[fmt](tokenizer)
-
-
-def test_a_template_of_its_own_for_tools_is_taken():
-    tokenizer = chatml()
-    tokenizer.chat_template = {"default": CHATML, "tool_use": (TEMPLATES / "qwen3.jinja").read_text()}
-    assert TOOL_FORMATS["hermes"](tokenizer).describes_tools
 
 
 @pytest.mark.parametrize(

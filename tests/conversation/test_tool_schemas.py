@@ -198,7 +198,7 @@ def one(expression: str) -> str:
     """
 
 
-def test_a_docstring_of_another_style_is_shown_as_it_is():
+def test_a_docstring_of_another_style_is_shown_and_a_generator_is_no_tool():
     def find(city: str, day: datetime.date) -> ToolResult:
         """Find things.
 
@@ -212,6 +212,13 @@ def test_a_docstring_of_another_style_is_shown_as_it_is():
         "return": {"type": "string"},
     }  # fmt: skip
 
+    def pages(query: str):
+        """Search."""
+        yield query
+
+    with pytest.raises(ValueError, match="Tool pages is a generator function"):
+        check_tool(pages)
+
 
 class Book(pydantic.BaseModel):
     title: str
@@ -220,7 +227,7 @@ class Book(pydantic.BaseModel):
     tags: set[str] = {"b", "d", "a", "c"}
 
 
-def test_fields_that_are_called_as_words_of_a_schema_stay():
+def test_classes_in_a_schema():
     def order(book: Book) -> str:
         """Orders."""
 
@@ -233,8 +240,6 @@ def test_fields_that_are_called_as_words_of_a_schema_stay():
         },
     }  # fmt: skip
 
-
-def test_a_class_that_holds_itself_stays_a_definition():
     def plant(tree: Tree, second: Tree | None = None) -> Tree:
         """Plants."""
 
@@ -429,16 +434,6 @@ def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
     assert words.startswith(f"argument 'where' must be {mistake}") and "Usage: tool(where: " in words
 
 
-def test_a_model_is_given_without_what_it_does_not_have_and_others_by_their_type():
-    def visit(item: Item, **others: Unit) -> str:
-        """Visits."""
-
-    written = {"item": {"sku": "a", "count": 1, "mayor": "x"}, "sky": "celsius"}
-    arguments, _ = read_call(ToolCall("visit", written), {"visit": visit})
-    assert arguments == {"item": Item(sku="a", count=1), "sky": Unit.CELSIUS}
-    assert not hasattr(arguments["item"], "mayor")
-
-
 @pytest.mark.parametrize("kind", [types.CodeType, list[types.CodeType], Unit | types.CodeType, Callable[[], int]])
 def test_a_parameter_that_no_json_fits_is_refused(kind):
     with pytest.raises(ValueError, match="Tool tool: its parameters have no JSON schema"):
@@ -586,12 +581,3 @@ def test_a_schema_that_is_let_in_reads_every_value(seed):
     deep = functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(62), {})
     check_schema({"properties": {"a": deep}})
     typed("5", deep)
-
-
-def test_a_generator_is_no_tool():
-    def pages(query: str):
-        """Search."""
-        yield query
-
-    with pytest.raises(ValueError, match="Tool pages is a generator function"):
-        check_tool(pages)

@@ -14,7 +14,8 @@ from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.tools.running import HUNG, ToolsUnavailable, run_tool
 
 
-def test_threads_that_ask_first_get_one_loop():
+def test_calls_share_a_loop_and_run_at_the_same_time():
+    """More of them than asyncio's own pool has threads here."""
     everyone = threading.Barrier(8)
 
     def first(_):
@@ -23,10 +24,6 @@ def test_threads_that_ask_first_get_one_loop():
 
     with ThreadPool(8) as threads:
         assert len(set(threads.map(first, range(8), chunksize=1))) == 1
-
-
-def test_sync_tools_run_at_the_same_time():
-    """More of them than asyncio's own pool has threads here."""
     everyone = threading.Barrier(32)
 
     def work() -> str:
@@ -115,8 +112,8 @@ def test_a_slow_tool_holds_up_no_other_conversation():
     assert rollouts[0].turns[0].observation == "3 were through"
 
 
-def test_sys_exit_in_a_task_of_the_tools_own_does_not_end_the_loop():
-    """asyncio hands it to the thread of the loop."""
+def test_sys_exit_ends_no_loop_and_a_thread_that_cannot_start_ends_the_run():
+    """asyncio hands it to the thread of the loop. It is no mistake of the policy, which must not read it."""
 
     async def leave() -> str:
         """Leaves."""
@@ -128,10 +125,6 @@ def test_sys_exit_in_a_task_of_the_tools_own_does_not_end_the_loop():
 
     (rollout,) = run_many([leave, add], [[call("leave"), ADD, ANSWER]])
     assert [turn.observation for turn in rollout.turns[:2]] == ["Error: SystemExit: 0", "5"]
-
-
-def test_a_tool_that_no_thread_can_be_started_for_ends_the_run():
-    """It is no mistake of the policy, which must not read it."""
     before = threading.stack_size(1 << 47)  # more than a process can address
     try:
         with pytest.raises(ToolsUnavailable, match="can't start new thread"):

@@ -85,18 +85,13 @@ def run(code: str, space: dict | None = None) -> dict:
 # --- keys and metrics ------------------------------------------------------------------------------------------------
 
 
-def own_keys() -> set[str]:
-    def names(cls):
-        return {f.name for f in dataclasses.fields(cls)}
-
-    return (names(mt.MTGRPOConfig) - names(GRPOConfig)) | (names(mt.recipe_classes()[0]) - names(ScriptArguments))
-
-
 def test_every_key_is_documented_as_its_field_says():
     """`python scripts/build/configuration.py` writes the tables."""
     page = PAGES["docs/configuration.md"]
     assert configuration.with_tables(page) == page
-    assert own_keys() <= set(first_column(page))
+    for ours, trls in ((mt.MTGRPOConfig, GRPOConfig), (mt.recipe_classes()[0], ScriptArguments)):
+        own = {each.name for each in dataclasses.fields(ours)} - {each.name for each in dataclasses.fields(trls)}
+        assert own <= set(first_column(page))
 
 
 def test_every_documented_metric_is_logged_and_every_own_metric_documented(random_model, tmp_path):
@@ -150,7 +145,7 @@ def test_the_example_of_programs_runs(capsys):
     assert (first, others[0], others[-1]) == ("144", "Traceback (most recent call last):", "[exit code 1]")
 
 
-def test_the_reward_example_runs():
+def test_the_reward_examples_run(tmp_path):
     space = run(block(RECIPES, "python", "def one_call_is_enough"))
     called, answered = (SimpleNamespace(observation=text, error=None) for text in ("4", None))
     (values,) = space["TURN_REWARD_FUNCS"][0](rollout_turns=[[called, called, answered]])
@@ -158,6 +153,10 @@ def test_the_reward_example_runs():
     right, wrong, none = (SimpleNamespace(answer=answer) for answer in ("4", "5", None))
     rollout_turns = [[called, right], [right, wrong], [none], []]
     assert space["OUTCOME_REWARD_FUNCS"][0](rollout_turns=rollout_turns, answer=["4"] * 4) == [1.0, 0.0, 0.0, 0.0]
+    path = tmp_path / "rewards.py"
+    path.write_text(block(PAGES["docs/trl.md"], "python", "import think_format_reward"))
+    _, (reward,) = load_rewards(str(path))
+    assert reward([[{"role": "assistant", "content": text}] for text in ("<think>a</think>b", "b")]) == [1.0, 0.0]
 
 
 def test_the_example_of_readme_trains(clone):
@@ -260,27 +259,21 @@ def test_an_example_of_an_environment_runs(word, tmp_path):
         assert rollout.prompt_messages[0]["content"].startswith("Begin. T")
 
 
-def test_a_reward_of_trl_is_one_here(tmp_path):
-    path = tmp_path / "rewards.py"
-    path.write_text(block(PAGES["docs/trl.md"], "python", "import think_format_reward"))
-    _, (reward,) = load_rewards(str(path))
-    assert reward([[{"role": "assistant", "content": text}] for text in ("<think>a</think>b", "b")]) == [1.0, 0.0]
-
-
-def test_the_agent_example_runs():
+def test_the_agent_examples_run(tmp_path):
     """Against a scripted policy, over real HTTP."""
     space = run(block(AGENTS, "python", "async def solve"))
     rollout, _ = run_agent(space["solve"], "It is 4.", "4", row={"question": "2 + 2?", "answer": "4"})
     assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [0.1, None]
     assert len(rollout.records) == 1
-
-
-def test_the_agent_example_of_anthropics_api_runs():
     space = run(block(AGENTS, "python", "async def by_messages"))
     turn = '<think>Hm.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
     rollout, _ = run_agent(space["by_messages"], turn, "2", row={"question": "1 + 1?", "answer": "2"})
     assert rollout.error is None and rollout.reward == 1.0, rollout.error
     assert [turn.reward for turn in rollout.turns] == [0.1, None] and len(rollout.records) == 1
+    (tmp_path / "my_agent.py").write_text(block(AGENTS, "python", "sys.stdin.read()"))
+    row = {"question": "2 + 2?", "answer": "4"}
+    rollout, _ = run_agent(f"{sys.executable} {tmp_path}/my_agent.py", "4", row=row, timeout=60.0)
+    assert rollout.reward == 1.0, rollout.error
 
 
 @pytest.mark.contract("external_plugins")
@@ -319,18 +312,14 @@ def test_the_tools_of_verl_run(tmp_path, monkeypatch):
     assert [turn.results[0].reward for turn in rollout.turns[:3]] == [0.1, None, 0.1]
 
 
-def test_the_command_of_an_agent_runs(tmp_path):
-    (tmp_path / "my_agent.py").write_text(block(AGENTS, "python", "sys.stdin.read()"))
-    row = {"question": "2 + 2?", "answer": "4"}
-    rollout, _ = run_agent(f"{sys.executable} {tmp_path}/my_agent.py", "4", row=row, timeout=60.0)
-    assert rollout.reward == 1.0, rollout.error
-
-
-def test_the_page_says_what_the_protocol_has():
+def test_pages_say_what_the_protocol_and_a_tool_format_have():
+    """tests/method/test_forks.py trains by the one of the page."""
     rows = section(ENVIRONMENTS, "An environment for each conversation")
     assert set(METHODS) <= set(re.findall(r"^\| `(\w+)\(", rows, re.M))
     assert set(re.findall(r"^\| `(\w+)=", rows, re.M)) == {field.name for field in dataclasses.fields(Reply)}
     assert first_column(section(CONVERSATION, "The tool format"))[1:] == list(TOOL_FORMATS)
+    names, known = re.findall(r"^\| `(\w+)", section(FORKING, "A tool format"), re.M), vars(ChatFormat)
+    assert names == ["call_format", "stops", "parse_text"] and {*names} <= {*known, *known["__annotations__"]}
 
 
 def test_the_notebook_example_runs(random_model, capsys):
@@ -359,18 +348,9 @@ def test_the_notebook_example_runs(random_model, capsys):
 # --- the fork --------------------------------------------------------------------------------------------------------
 
 
-def test_the_batch_to_try_an_estimator_on(capsys):
+def test_the_batch_to_try_an_estimator_on_and_what_a_plug_in_imports(capsys):
     run(block(FORKING, "python", "doctest_batch()"))
     assert "[ 0.4000,  0.5000,  0.5000]" in capsys.readouterr().out
-
-
-def test_the_page_says_what_a_tool_format_has():
-    """tests/method/test_forks.py trains by the one of the page."""
-    names, known = re.findall(r"^\| `(\w+)", section(FORKING, "A tool format"), re.M), vars(ChatFormat)
-    assert names == ["call_format", "stops", "parse_text"] and {*names} <= {*known, *known["__annotations__"]}
-
-
-def test_what_a_plug_in_imports():
     space = run(block(FORKING, "python", "import Turn"))
     assert space["Turn"] is mt.Turn and space["MultiTurnToolEnv"] is mt.MultiTurnToolEnv
 
@@ -467,10 +447,11 @@ FOLDERS = "mt_grpo|hf_recipes|scripts|tools|rewards|docs|tests"
 
 
 @each_page
-def test_every_file_that_is_named_exists(page):
+def test_files_and_links_of_a_page_are_there(page):
     named = set(re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]+\.\w+", re.sub(r"\]\([^)]*\)", "", PAGES[page])))
     missing = {path for path in named if not (ROOT / path).is_file()}
     assert not missing
+    assert broken_links(page, PAGES[page]) == []
 
 
 def anchors(text: str) -> set[str]:
@@ -489,11 +470,6 @@ def broken_links(page: str, text: str) -> list[str]:
         if not file.is_file() or (anchor and anchor not in anchors(file.read_text())):
             broken.append(target)
     return broken
-
-
-@each_page
-def test_every_link_leads_somewhere(page):
-    assert broken_links(page, PAGES[page]) == []
 
 
 def test_each_page_has_a_place_in_the_site():

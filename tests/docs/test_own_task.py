@@ -26,10 +26,17 @@ def rows(tmp_path_factory):
     return [json_lines(folder / f"{split}.jsonl") for split in ("train", "test")]
 
 
-def test_the_blocks_of_the_page_are_the_files():
+def test_blocks_and_cells_are_programs():
     texts = [path.read_text() for path in PARCEL.iterdir() if path.is_file()]
     for block in re.findall(r"^```(?:python|yaml)\n(.*?)^```$", PAGE, re.M | re.S):
         assert any(block in text for text in texts), block
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    for cell in cells:
+        ast.parse("".join(line for line in cell["source"] if not line.startswith("!")))
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert not any(output["output_type"] == "error" for output in outputs)
 
 
 def test_no_item_of_the_test_is_trained_and_no_example_is_asked(rows):
@@ -67,16 +74,6 @@ def test_each_call_is_paid_once_for_its_own_part():
     paid = right_call(rollout_turns=rollouts, **columns)
     assert paid == [[0.2, 0.4, None], [0.2, 0.0, 0.4, 0.0, None], [0.0, 0.2, None], []]
     assert exact_match(rollout_turns=rollouts, **columns) == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_the_notebook_was_executed_and_its_cells_are_programs():
-    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-    for cell in cells:
-        ast.parse("".join(line for line in cell["source"] if not line.startswith("!")))
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    outputs = [output for cell in cells for output in cell["outputs"]]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-    assert not any(output["output_type"] == "error" for output in outputs)
 
 
 @pytest.mark.slow

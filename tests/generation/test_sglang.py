@@ -94,6 +94,10 @@ def test_a_recorded_sample_is_read(answer):
     assert found.token_ids == [30, 265, 32, 19, 27, 23, 266, 265] and found.finish_reason == "length"
     assert found.logprobs[:2] == [-0.024213658645749092, -2.481313705444336] and len(found.logprobs) == 8
     assert found.saw == hash_of_ids(PROMPT) and found.policy_versions == (7, 7)
+    for limit, vocabulary in ((7, 400), (8, 266)):
+        with pytest.raises(BadAnswer):
+            read_sample(answer, PROMPT, limit, vocabulary)
+    assert read_sample(answer, PROMPT, 8, 267).token_ids[-2] == 266
 
 
 @pytest.mark.parametrize(
@@ -116,13 +120,6 @@ def test_an_answer_that_cannot_be_trained_on_is_none(change, message, answer):
     change(answer, answer["meta_info"])
     with pytest.raises(BadAnswer, match=message):
         ask(PROMPT).read(answer)
-
-
-def test_ids_beyond_the_vocabulary_or_the_limit_are_none(answer):
-    for limit, vocabulary in ((7, 400), (8, 266)):
-        with pytest.raises(BadAnswer):
-            read_sample(answer, PROMPT, limit, vocabulary)
-    assert read_sample(answer, PROMPT, 8, 267).token_ids[-2] == 266
 
 
 def test_which_weights_sampled_a_turn_is_read_per_token(answer):

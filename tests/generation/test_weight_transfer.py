@@ -318,8 +318,9 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     pool.close()
 
 
-def test_an_adapter_stays_until_its_server_answers(tmp_path):
-    """A server that is lost may still have it. One that refuses has none."""
+def test_an_adapter_stays_until_its_server_answers_and_no_weight_comes_twice(tmp_path):
+    """A server that is lost may still have it. One that refuses has none. Two weights of one name: one of them would
+    be lost."""
     client = VLLMServerClient("127.0.0.1", 9, sync_dir=str(tmp_path))
     client.transfer._loaded["v-1"] = tmp_path
     client.request = Mock(side_effect=[ServerLost("no answer"), ServerError("404")])
@@ -328,6 +329,8 @@ def test_an_adapter_stays_until_its_server_answers(tmp_path):
     assert "v-1" in client.transfer._loaded
     client.transfer._unload("v-1")
     assert not client.transfer._loaded
+    with pytest.raises(ValueError, match="the weight w was yielded twice"):
+        write_weights(tmp_path, iter([("w", torch.ones(2)), ("w", torch.ones(2))]))
 
 
 @pytest.mark.parametrize("shard_bytes, sizes", [(2**30, [7]), (64, [1, 2, 4])], ids=["one file", "shards"])
@@ -355,9 +358,3 @@ def test_files_hold_what_was_yielded(tmp_path, shard_bytes, sizes):
     expected = {**views, "tied": tied, "buffer.0": torch.zeros(5), "buffer.1": torch.ones(5)}
     assert names == found.keys() == expected.keys()
     assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in expected.items())
-
-
-def test_a_weight_that_comes_twice_is_refused(tmp_path):
-    """Two weights of one name: one of them would be lost."""
-    with pytest.raises(ValueError, match="the weight w was yielded twice"):
-        write_weights(tmp_path, iter([("w", torch.ones(2)), ("w", torch.ones(2))]))

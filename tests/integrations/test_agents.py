@@ -372,6 +372,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 
 def test_a_retry_joins_what_is_in_flight_and_gets_what_was_sampled():
+    """Of equal requests each client gets an answer of its own, also before the server has noticed that one left."""
     body = {"model": "policy", "messages": [user("a")]}
 
     async def agent(row, client):
@@ -387,6 +388,12 @@ def test_a_retry_joins_what_is_in_flight_and_gets_what_was_sampled():
     llm = scripted("1", "2", seconds=0.3)
     rollout, _ = run(agent, llm=llm)
     assert len(rollout.turns) == 2 == len(llm.asked)
+    equal = [Asked("x", range(k, k + 1), True, waiting=1) for k in range(2)]
+    session = types.SimpleNamespace(_asked=[Asked("y", range(2, 3), True, waiting=1), *equal])
+    joined = [AgentSession._asked_before(session, "x") for _ in range(4)]
+    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
+    equal[1].waiting = 0
+    assert AgentSession._asked_before(session, "x") is equal[1]
 
 
 def test_an_answer_that_nobody_received_is_not_trained():
@@ -409,16 +416,6 @@ def test_an_answer_that_nobody_received_is_not_trained():
     assert [record.numbers for record in rollout.records] == [[0], [1, 2]]  # not behind what nobody has read
     assert [record.numbers for record in trained_records(rollout)] == [[1, 2]]
     assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
-
-
-def test_retries_of_equal_requests_join_different_ones():
-    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
-    equal = [Asked("x", range(k, k + 1), True, waiting=1) for k in range(2)]
-    session = types.SimpleNamespace(_asked=[Asked("y", range(2, 3), True, waiting=1), *equal])
-    joined = [AgentSession._asked_before(session, "x") for _ in range(4)]
-    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
-    equal[1].waiting = 0
-    assert AgentSession._asked_before(session, "x") is equal[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -764,7 +761,7 @@ def test_a_reward_names_its_answer():
     assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.25]
 
 
-def test_a_reward_is_of_a_turn_that_is_trained():
+def test_which_turn_a_reward_is_of():
     """A judge that is the same policy, frozen, is asked in between: its turn is not the one that is meant."""
 
     async def agent(row, client):
@@ -780,8 +777,6 @@ def test_a_reward_is_of_a_turn_that_is_trained():
     rollout, _ = run(agent, "1", "0.75")
     assert [turn.reward for turn in rollout.turns] == [0.75, None]
 
-
-def test_rewards_by_header_and_by_client():
     async def agent(row, client):
         first = await ask(client, [user("a")])
         side = await client.chat.completions.create(model="policy", messages=[user("side")])

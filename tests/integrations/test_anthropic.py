@@ -372,8 +372,9 @@ def test_equal_texts_are_told_apart_by_their_thinking():
         assert asked.startswith(f"{turns[k]}<|im_end|>"), (asked, turns[k])
 
 
-def test_a_result_that_is_an_error_counts_as_one():
-    """Turns say so to rewards. What the model reads is the content, as from vLLM."""
+def test_results_that_are_errors_and_arguments_that_no_client_could_write():
+    """Turns say so to rewards. What the model reads is the content, as from vLLM. Half a character and deep brackets:
+    the client of the package would raise where it writes the history."""
 
     async def agent(row, client):
         own, messages = of(client), [user("a")]
@@ -385,10 +386,6 @@ def test_a_result_that_is_an_error_counts_as_one():
     rollout, _ = run(agent, CALL, CALL, "1", max_completion_length=2000)
     assert [turn.error for turn in rollout.turns] == ["tool", None, None]
     assert rollout.turns[0].observation_ids == rollout.turns[1].observation_ids
-
-
-def test_no_argument_ends_the_client_that_sends_it_again():
-    """Half a character and deep brackets: the client of the package would raise where it writes the history."""
 
     async def agent(row, client):
         claude, messages = of(client), [user("1 + 1?")]

@@ -183,17 +183,14 @@ def test_each_space_takes_its_members_alone(games, space, words, members, others
             text.action(act(said))
 
 
-def test_names_must_fit_the_space(games):
+def test_names_must_fit_the_space_and_observations_are_text(games):
+    """Marked places of a drawing stand in brackets. What is not drawn is JSON, with six digits of a float."""
     game = load_class(f"{games}:Steps", "gym_env")()
     for names in (("a", "b"), ("a", "b", "b"), ("a", "b", "c", "d"), ("a", "b", "A")):
         with pytest.raises(ValueError, match="gym_actions is"):
             GymText(game, names)
     text = GymText(game, ("a", "b", "Cut"))
     assert [text.action(name) for name in ("a", "A", "cut", "CUT", "Cut")] == [-1, -1, 1, 1, 1]  # it begins at -1
-
-
-def test_observations_as_text(games):
-    """Marked places of a drawing stand in brackets. What is not drawn is JSON, with six digits of a float."""
     game = load_class(f"{games}:Steps", "gym_env")()
     game.render_mode = "ansi"
     drawings = {
@@ -209,7 +206,7 @@ def test_observations_as_text(games):
     assert GymText(game).observation(observation, {}) == '{"city": "北京", "at": [1, 2], "3": [0.333333, 12345.7]}'
 
 
-def test_terminated_and_truncated(games):
+def test_an_episode_that_ended_and_one_that_is_played_again(games):
     """Steps 1 and 2 go on, step 3 is the end; or `most` cuts the episode before."""
     (rollout,), _ = play(steps_game(games), "1", "0", "-1")
     game = rollout.environment
@@ -222,6 +219,14 @@ def test_terminated_and_truncated(games):
         {"action": 1, "terminated": False, "truncated": False, "gym": {"took": 1}},
         {"action": 0, "terminated": False, "truncated": True, "gym": {"took": 0}},
     ]
+    game = steps_game(games, unfinished_reward=-2.0)()
+    for _ in range(2):
+        assert game.reset().endswith("Step 0.")
+        turn = mt.Turn([], None, "1", "stop")
+        turn.reward = game.respond(None, turn).reward
+        assert [game.get_reward(), game.get_reward(), turn.reward] == [-1.5] * 3  # what it costs is paid once
+        assert asyncio.run(game.state_key()) == "Step 1."
+    game.close()
 
 
 CALL = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
@@ -262,17 +267,6 @@ def test_the_columns_of_a_row_begin_the_episode_in_which_a_call_is_text(games):
     (rollout,), backend = play(steps_game(games), f"{CALL} <action>1</action>", CALL, "1", "1")
     assert "unknown tool" not in TOKENIZER.decode(backend.asked[-1][0])
     assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.5, 0.5]
-
-
-def test_an_environment_is_played_again(games):
-    game = steps_game(games, unfinished_reward=-2.0)()
-    for _ in range(2):
-        assert game.reset().endswith("Step 0.")
-        turn = mt.Turn([], None, "1", "stop")
-        turn.reward = game.respond(None, turn).reward
-        assert [game.get_reward(), game.get_reward(), turn.reward] == [-1.5] * 3  # what it costs is paid once
-        assert asyncio.run(game.state_key()) == "Step 1."
-    game.close()
 
 
 def test_a_class_of_ones_own(games, monkeypatch):

@@ -48,14 +48,12 @@ def planned(tmp_path, **plan):
 
 @pytest.mark.contract("Harbor")
 def test_results_of_steps_are_turn_rewards_and_the_verifiers_is_the_outcome(stub, tmp_path):
+    """What the policy did to the verifier is 0."""
     steps = [{"rewards": {"reward": 1.0, "style": 0.0}}, {"rewards": {"a": 0.5, "b": 0.0}}]
     rollout = play(planned(tmp_path, steps=steps, trial={"rewards": {"reward": 0.5}}), "ls", "ls")
     assert [turn.reward for turn in rollout.turns] == [1.0, 0.25] and rollout.reward == 0.5 and rollout.error is None
     rollout = play(planned(tmp_path, trial={"rewards": {"reward": 1}}), "ls")
     assert [turn.reward for turn in rollout.turns] == [None] and rollout.reward == 1.0
-
-
-def test_what_the_policy_did_to_the_verifier_is_0(stub, tmp_path):
     for name in ("RewardFileNotFound", "RewardFileEmpty", "VerifierOutputParse", "VerifierTimeout"):
         rollout = play(planned(tmp_path, trial={"error": f"{name}Error"}), "ls")
         assert rollout.reward == 0.0 and rollout.error is None, name

@@ -128,7 +128,7 @@ def test_images_of_the_responses_api(folder, tokenizer):
     assert llm.asked[1][0] == expected_ids(folder, whole, [first, second]) and len(rollout.records) == 1
 
 
-def test_a_placeholder_that_an_agent_or_the_policy_writes_is_no_picture(tokenizer):
+def test_what_is_no_picture_and_an_image_that_cannot_be_read(tokenizer):
     """Also where the agent's own texts keep other tokens as they are."""
 
     def agent(row, client):
@@ -140,16 +140,6 @@ def test_a_placeholder_that_an_agent_or_the_policy_writes_is_no_picture(tokenize
     assert not set(llm.asked[0][0]) & set(tokenizer.pictures.unsampled) and len(rollout.turns) == 1
     assert "Read < |image_pad|>." in tokenizer.decode(rollout.prompt_ids)
 
-
-BAD = [
-    (shown("https://127.0.0.1:1/x.png"), "got the image 'https://127.0.0.1:1/x.png', expected a data"),
-    (shown("/etc/passwd"), "no address is fetched, no file is kept, and no path is read"),
-    (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
-    ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),
-]
-
-
-def test_an_image_that_cannot_be_read_is_the_apis_error(tokenizer):
     def agent(row, client):
         for part, message in BAD:
             with pytest.raises(openai.BadRequestError, match=rf"messages\[0\].content: .*{message}") as found:
@@ -159,6 +149,14 @@ def test_an_image_that_cannot_be_read_is_the_apis_error(tokenizer):
 
     rollout, llm = run(agent, tokenizer, "four")
     assert rollout.error is None and len(llm.asked) == 1, rollout.error
+
+
+BAD = [
+    (shown("https://127.0.0.1:1/x.png"), "got the image 'https://127.0.0.1:1/x.png', expected a data"),
+    (shown("/etc/passwd"), "no address is fetched, no file is kept, and no path is read"),
+    (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
+    ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),
+]
 
 
 def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):

@@ -124,7 +124,7 @@ def test_parts_in_a_rows_messages_bring_their_images(column, folder, tokenizer):
     assert llm.asked[0][0] == expected_ids(folder, text, shown)
 
 
-def test_the_places_of_a_rows_images():
+def test_the_places_of_a_rows_images_and_the_id_of_its_prompt():
     system, first, last = {"role": "system", "content": "s"}, user("a<image>b"), user("c<image>")
     parts = user([{"type": "text", "text": "<image>,"}, {"type": "image", "image": "o"}])
     for prompt, images, texts, found in (
@@ -138,6 +138,11 @@ def test_the_places_of_a_rows_images():
     for prompt, images in (([first, last], "x"), ([system], "x"), ([first], "")):
         with pytest.raises(ValueError, match=rf"row 0: the columns .* have {len(images)} images, .*Expected as many"):
             tagged(prompt, {"images": list(images)}, "row 0")
+    conversations = [ScheduledConversation() for _ in range(3)]
+    for conversation, image in zip(conversations, (IMAGE, IMAGE.copy(), OTHER)):
+        conversation.reset(prompt=[user("Which?")], image=image)
+    first, same, other = map(prompt_id, conversations)
+    assert first == same != other
 
 
 def test_what_a_scheduler_writes_is_no_picture(tokenizer):
@@ -210,11 +215,3 @@ def test_a_model_that_reads_text_alone(folder, tokenizer):
     _, llm = run(lambda request: request.messages.append(user("End </result>.")), tokenizer, "four", row=row)
     text = f"<|im_start|>user\nEnd {PLACE} by </result>.<|im_end|>\n{FOUR}End < /result>.<|im_end|>\n{ASKS}"
     assert llm.asked[1][0] == expected_ids(folder, text, [tokenizer.pictures.read(IMAGE, "")])
-
-
-def test_prompts_with_other_images_have_other_ids():
-    conversations = [ScheduledConversation() for _ in range(3)]
-    for conversation, image in zip(conversations, (IMAGE, IMAGE.copy(), OTHER)):
-        conversation.reset(prompt=[user("Which?")], image=image)
-    first, same, other = map(prompt_id, conversations)
-    assert first == same != other

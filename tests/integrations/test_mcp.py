@@ -267,6 +267,15 @@ def test_a_start_goes_on_where_its_call_is_given_up(tmp_path):
     assert calls[0].error == "timeout" and calls[-1].observation == "2" and server.starts == 2
 
 
+def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    (server,) = mcp_servers.servers_to_close
+    (hung,) = [each.pid for each in psutil.Process().children() if f"{tmp_path}/sums.py" in each.cmdline()]
+    monkeypatch.setattr(mcp_servers, "SECONDS_TO_ANSWER", 3.0)
+    blocked, *_, after = talk(tools, call("block"), *[call("add", a=1)] * 40, tool_timeout=2.0)
+    assert (blocked.error, after.observation, after.error, server.starts) == ("timeout", "2", None, 2) and ends(hung)
+
+
 @pytest.mark.contract("MCP")
 def test_a_file_is_read(tmp_path, monkeypatch):
     """With variables of the environment, whose values may hold any character."""
@@ -281,15 +290,6 @@ def test_a_file_is_read(tmp_path, monkeypatch):
         "a": {"command": "x", "args": ["$1", "0"], "env": {"K": 'pa"$\\word'}, "cwd": "/tmp"},
         "b": {"type": "http", "url": "http://x/mcp", "headers": {"A": 'Bearer pa"$\\word'}},
     }
-
-
-def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
-    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
-    (server,) = mcp_servers.servers_to_close
-    (hung,) = [each.pid for each in psutil.Process().children() if f"{tmp_path}/sums.py" in each.cmdline()]
-    monkeypatch.setattr(mcp_servers, "SECONDS_TO_ANSWER", 3.0)
-    blocked, *_, after = talk(tools, call("block"), *[call("add", a=1)] * 40, tool_timeout=2.0)
-    assert (blocked.error, after.observation, after.error, server.starts) == ("timeout", "2", None, 2) and ends(hung)
 
 
 LISTS = """

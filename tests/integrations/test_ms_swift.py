@@ -269,8 +269,8 @@ def test_a_mask_chooses_among_what_was_sampled():
     assert len(rollout.logprobs) == len(rollout.completion_ids)
 
 
-@pytest.mark.contract("math_tip_trick", "check_finished")
-def test_a_cut_answer_token_for_token():
+@pytest.mark.contract("math_tip_trick", "check_finished", "math_tip_trick_multi_turn")
+def test_tips_token_for_token():
     """`math_tip_trick`: what stands from the answer on is neither read nor trained."""
     solution = {"solution": "3"}
     rollout, _ = run(MathTipsScheduler, "so <answer>2</answer>", "<answer>3</answer>", row=solution, max_turns=3)
@@ -297,6 +297,9 @@ def test_a_cut_answer_token_for_token():
 
     rollout, _ = run(step_by(empties), FIRST, SECOND, max_turns=2)
     assert [turn.trained for turn in rollout.turns] == [False, True]
+    rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", row={"solution": "3"})
+    assert [m["role"] for m in rollout.environment.outputs[0]["messages"]] == ["user", "assistant"] * 2
+    assert len(trained_records(rollout)) == 1 and len(rollout.turns) == 2
 
 
 @pytest.mark.parametrize("said", ["😀😀😀 ab ", "好的好的 so 我 ", "é"])
@@ -309,13 +312,6 @@ def test_a_cut_keeps_whole_characters(said):
     trained = TOKENIZER.decode(trained_ids(rollout)[:-1])
     assert TOKENIZER.decode(rollout.completion_ids[:-1]) == f"{said}Hm3" and len(trained_records(rollout)) == 1
     assert trained.startswith(said.rstrip()) and "answer" not in trained
-
-
-@pytest.mark.contract("math_tip_trick_multi_turn")
-def test_a_tip_as_a_new_turn():
-    rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", row={"solution": "3"})
-    assert [m["role"] for m in rollout.environment.outputs[0]["messages"]] == ["user", "assistant"] * 2
-    assert len(trained_records(rollout)) == 1 and len(rollout.turns) == 2
 
 
 @pytest.mark.contract("thinking_tips_scheduler")
@@ -773,11 +769,6 @@ def test_a_slow_method_stalls_no_other_conversation():
     assert len({rollout.environment.request_id for rollout in rollouts}) == 16
 
 
-def test_a_lost_server_is_the_trainers_to_hear_of():
-    with pytest.raises(mt.ServerError, match="gone"):
-        run(Asks, llm=scripted(mt.ServerError("gone")), max_turns=2)
-
-
 def test_what_a_config_asks_for():
     """Stops and a limit. A judge that is to be greedy is sampled as the recipe says. There is one choice."""
 
@@ -794,6 +785,8 @@ def test_what_a_config_asks_for():
     assert rollout.completion_ids == ids(FIRST)[:3] and rollout.stop_reason == StopReason.MAX_TOKENS
     with pytest.raises(SchedulerFailure):
         run(asking(n=4), FIRST)
+    with pytest.raises(mt.ServerError, match="gone"):
+        run(Asks, llm=scripted(mt.ServerError("gone")), max_turns=2)
 
 
 def test_what_is_in_flight_at_the_end_is_not_sampled_on():

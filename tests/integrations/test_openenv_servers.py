@@ -113,7 +113,7 @@ def test_recorded_answers_of_the_sample():
         play_lake(served.url)
 
 
-def test_each_conversation_has_a_session_of_its_own_with_its_arguments(counting):
+def test_sessions_and_what_is_no_step(counting):
     cls = load(counting)
     arguments = {"start": 1, "seed": 5}, {"start": 0, "seed": 5}, {"start": 0, "goal": 1}
     rows = [{"reset_kwargs": each} for each in arguments]
@@ -124,9 +124,6 @@ def test_each_conversation_has_a_session_of_its_own_with_its_arguments(counting)
     for arguments in ({"start": 1, "seed": 5}, {"start": 0, "seed": 3}, {"start": 0, "goal": 1}):
         assert arguments in sent
     assert len({id(rollout.environment) for rollout in rollouts}) == 3
-
-
-def test_a_truncated_turn_is_no_step_and_what_looks_like_a_call_is_text(counting):
     (rollout,), _ = play(load(counting), call("x"), "1", "2", "3", prompt="Begin.")
     assert rollout.prompt_messages[0]["content"] == "Begin.\nSay 1."
     assert rollout.turns[0].observation == "Say a number." and rewards(rollout) == [None, 1.0, 1.0, 1.0]
@@ -202,13 +199,20 @@ def test_a_call_that_is_given_up_ends_the_session():
         assert served.closed.wait(60) and len(served.games) == games + 1
 
 
-def test_a_full_server_has_conversations_wait():
+def test_servers_that_are_full_and_those_that_cannot_be_used():
     with Served(Count, most=1) as one, Served(Count, most=1) as other:
         cls = load(one, other)
         assert cls.most_conversations == 2  # all others wait where no time limit counts
         rollouts, _ = play(cls, "1", "2", "3", rows=[{}] * 4)
         assert (one.most_open, other.most_open) == (1, 1)
     assert [rollout.reward for rollout in rollouts] == [3.0] * 4
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match=f"^openenv_url: {url} does not answer"):
+        load(url)
+    with Served(Count) as served:
+        for keys, args in (({}, {"tool_format": "xml"}), ({"tools_script": "tools/calculator.py"}, {})):
+            with pytest.raises(ValueError, match=f"({min(args or keys)}).*no tools"):
+                load(served, args=args, **keys)
 
 
 NONSENSE = [
@@ -268,16 +272,6 @@ def test_what_no_server_reads_is_no_failure_of_the_server(counting):
         with pytest.raises(ActionRefused):
             run_async(session.ask("step", {"message": value}))
     assert counting.received == received and session.failure is None
-
-
-def test_servers_that_cannot_be_used_are_named_before_a_model_is_loaded():
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ValueError, match=f"^openenv_url: {url} does not answer"):
-        load(url)
-    with Served(Count) as served:
-        for keys, args in (({}, {"tool_format": "xml"}), ({"tools_script": "tools/calculator.py"}, {})):
-            with pytest.raises(ValueError, match=f"({min(args or keys)}).*no tools"):
-                load(served, args=args, **keys)
 
 
 REAL_SERVER = """

@@ -118,7 +118,7 @@ def test_reasoning_is_kept_where_a_record_begins():
     assert len(set(read)) == 1 and "<think>\nHm.\n</think>" in read[0] and "A." not in read[0], read
 
 
-def test_an_answer_is_not_read_twice():
+def test_what_cannot_be_served_is_refused_and_no_answer_is_read_twice():
     """Neither behind its own id nor as an item that is sent twice."""
 
     async def agent(row, client):
@@ -130,6 +130,14 @@ def test_an_answer_is_not_read_twice():
             assert answer.status_code == 400 and "Duplicate item" in answer.json()["error"]["message"], answer.text
 
     run(agent, "It is 2.")
+
+    async def agent(row, client):
+        for change, param in REFUSED:
+            answer = await post(client, {"model": "policy", "input": "a", **change}, "responses")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        await respond(client, "a")
+
+    assert len(run(agent, "1")[0].turns) == 1
 
 
 def test_what_another_conversation_was_answered_is_refused():
@@ -204,16 +212,6 @@ REFUSED = [  # a change of a request, and the parameter that the error names
     ({"input": [{"type": "web_search_call", "id": "w"}]}, "input[0]"),
     ({"input": [{"type": "reasoning", "encrypted_content": "g"}]}, "input[0].encrypted_content"),
 ]
-
-
-def test_what_cannot_be_served_is_refused():
-    async def agent(row, client):
-        for change, param in REFUSED:
-            answer = await post(client, {"model": "policy", "input": "a", **change}, "responses")
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-        await respond(client, "a")
-
-    assert len(run(agent, "1")[0].turns) == 1
 
 
 CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"a": 1, "b": "x"}'}

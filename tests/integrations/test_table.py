@@ -22,24 +22,20 @@ from mt_grpo.recipe.parse import make_absolute
     ({"environment": "gym"}, "environment: gym without gym_env"),
     ({"environment": "gym", "tools_script": "a.py"}, "tools_script has no effect with environment: gym"),
     ({"environment": "openai_agent", "agent": "a.py:b", "agent_command": "c"}, "both of agent and agent_command"),
+    ({"environment": "openai_agent", "agent": "a.py:b", "tool_format": "xml"}, "tool_format='xml' does not fit"),
+    ({"environment": "openai_agent", "agent": "a.py:b", "max_env_steps": 5}, "max_env_steps has no effect"),
 ])  # fmt: skip
 def test_a_key_that_does_not_fit_is_refused_before_a_model_is_loaded(keys, message):
-    args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False, tool_format="hermes")
+    """Of an integration, or a setting of the trainer's own conversation."""
+    own = {key: keys.pop(key) for key in ("tool_format", "max_env_steps") if key in keys}
+    args = mt.MTGRPOConfig(**{"output_dir": "x", "use_cpu": True, "bf16": False, "tool_format": "hermes", **own})
     with pytest.raises(ValueError, match=message):
         choose.load_conversation(mt.recipe_classes()[0](**keys), args, mt.MultiTurnToolEnv)
 
 
-@pytest.mark.parametrize("keys, message", [({"tool_format": "xml"}, "tool_format='xml' does not fit"),
-                                           ({"max_env_steps": 5}, "max_env_steps has no effect")])  # fmt: skip
-def test_a_setting_of_the_trainers_own_conversation_is_refused(keys, message):
-    args = mt.MTGRPOConfig(**{"output_dir": "x", "use_cpu": True, "bf16": False, "tool_format": "hermes", **keys})
-    script_args = mt.recipe_classes()[0](environment="openai_agent", agent="a.py:b")
-    with pytest.raises(ValueError, match=message):
-        choose.load_conversation(script_args, args, mt.MultiTurnToolEnv)
-
-
-def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):
-    """A list of files, `file:Class`, and what may be a name instead."""
+def test_keys_have_absolute_paths_and_names_of_their_own(monkeypatch, tmp_path):
+    """A list of files, `file:Class`, and what may be a name instead. The later one would hide the other, with its
+    default and its range."""
     monkeypatch.chdir(tmp_path)
     files = dict(external_plugins=["a.py", "~/b.py"], environment="c.py:D", gym_text="e.py:F", gym_env="Blackjack-v1")
     args = mt.recipe_classes()[0](**files, mcp_config_file="g.json")
@@ -47,10 +43,6 @@ def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):
     assert args.external_plugins == [f"{tmp_path}/a.py", os.path.expanduser("~/b.py")]
     assert (args.environment, args.gym_text) == (f"{tmp_path}/c.py:D", f"{tmp_path}/e.py:F")
     assert (args.gym_env, args.mcp_config_file) == ("Blackjack-v1", f"{tmp_path}/g.json")
-
-
-def test_no_two_have_the_same_key():
-    """The later one would hide the other, with its default and its range."""
     names = [each.name for integration in choose.integrations() for each in dataclasses.fields(integration.keys)]
     names += [each.name for each in dataclasses.fields(mt.MTGRPOConfig)]
     assert len(names) == len(set(names))

@@ -428,28 +428,24 @@ def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
     assert talk._instance_dict == {}
 
 
-BAD_YAML = {
-    "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]": "argument 'create_kwarg_from'",
-    "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]": "are called 'count'",
-}
+CLASHES = "interaction: [{class_name: written_talk.GuessInteraction, name: count}]"
+OTHER = "class Other:\n    def reset(self, **row):\n        pass\n"
 
 
-@pytest.mark.parametrize("text", BAD_YAML)
-def test_a_bad_yaml_is_rejected(tmp_path, text):
-    with pytest.raises(ValueError, match=f"^tools_config_file: .*{BAD_YAML[text]}"):
-        build(tools_config_file=counter(tmp_path, NEW, text))
-
-
-def test_another_environment_is_rejected(tmp_path):
-    (tmp_path / "other.py").write_text("class Other:\n    def reset(self, **row):\n        pass\n")
-    with pytest.raises(ValueError, match="another one"):
-        build(tools_config_file=counter(tmp_path, NEW), environment=f"{tmp_path}/other.py:Other")()
-
-
-def test_names_that_clash_are_rejected(tmp_path):
-    talk = interaction(tmp_path, text="interaction: [{class_name: written_talk.GuessInteraction, name: count}]")
-    with pytest.raises(ValueError, match="A tool is called 'count'"):
-        build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=talk)
+@pytest.mark.parametrize("text, more, message", [
+    ("tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]", {},
+     "^tools_config_file: .*argument 'create_kwarg_from'"),
+    ("tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]", {}, "are called 'count'"),
+    (NATIVE, {"environment": "other.py:Other"}, "another one"),
+    (NATIVE, {"interaction_config_file": "talk.yaml"}, "A tool is called 'count'"),
+])  # fmt: skip
+def test_what_does_not_fit_is_rejected(tmp_path, text, more, message):
+    """A YAML, another environment, and names that clash."""
+    (tmp_path / "other.py").write_text(OTHER)
+    interaction(tmp_path, text=CLASHES)
+    keys = {key: f"{tmp_path}/{name}" for key, name in more.items()}
+    with pytest.raises(ValueError, match=message):
+        build(tools_config_file=counter(tmp_path, NEW, text), **keys)()
 
 
 BAD_ROWS = {
@@ -523,14 +519,6 @@ def test_what_no_tool_returns_is_an_error(tmp_path, returned):
 DRAWS = "from vision_model import picture as drawn\n"
 
 
-def with_vision(env, tmp_path, turns, row):
-    """A conversation of a model that reads images: (the rollout, its tokenizer)."""
-    tokenizer = env.tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
-    script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
-    with vision_model.read_off_the_loop(tokenizer, at_least=0):  # a video is refused
-        return converse(env, [script], [row])[0], tokenizer
-
-
 @pytest.mark.contract("verl images")
 def test_images_of_a_tool_by_yaml(tmp_path):
     """Before the text, as in verl. What a tool reads of the conversation has them, too."""
@@ -538,7 +526,11 @@ def test_images_of_a_tool_by_yaml(tmp_path):
     shape = {"CREATED": "instance_id, ToolResponse(text='Board:', image=[drawn(0)])", "RETURNED": returned}
     path = counter(tmp_path, shape)
     (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
-    rollout, tokenizer = with_vision(build(tools_config_file=path)(), tmp_path, [call("count"), ANSWER], {})
+    env = build(tools_config_file=path)()
+    tokenizer = env.tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
+    script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in (call("count"), ANSWER)]
+    with vision_model.read_off_the_loop(tokenizer, at_least=0):
+        (rollout,) = converse(env, [script], [{}])
     board, one, two = (tokenizer.pictures.read(vision_model.picture(k), "") for k in range(3))
     begin = f"How many?\n<image {board.name}>Board:"
     assert readable(rollout.prompt_messages[-1]["content"]) == begin

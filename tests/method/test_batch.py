@@ -93,8 +93,9 @@ def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, 
         assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-def test_rows_that_fill_the_last_batch_do_not_count():
-    """Two ranks evaluate three prompts twice in batches of four rows: the last two rows are the first ones again."""
+def test_an_evaluations_metrics_are_of_its_own_rollouts():
+    """Two ranks evaluate three prompts twice in batches of four rows: the last two rows are the first ones again. Of
+    three rollouts and of one: an extreme is one of all batches, a mean is weighted, and NaN is no number."""
     whole, metrics = EvaluationMetrics(), {"reward": []}
     for rewards in ([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]):
         metrics["reward"].append(sum(rewards) / 4)
@@ -103,10 +104,6 @@ def test_rows_that_fill_the_last_batch_do_not_count():
         whole.add(metrics, Batch([], 1, facts=columns, logged=table.outcome[:, None], rewards=table), 6)
     whole.finish(metrics, ["match"])
     assert metrics["reward"] == metrics["rewards/match/mean"] == metrics["turns/mean"] == [0.5]
-
-
-def test_an_evaluations_other_metrics_are_of_all_its_batches():
-    """Of three rollouts and of one: an extreme is one of all batches, a mean is weighted, and NaN is no number."""
     nan = float("nan")
     whole = EvaluationMetrics()
     whole.rewards = [(torch.zeros(n, 1), torch.zeros(n)) for n in (3, 1)]
@@ -179,13 +176,19 @@ def test_numerics_are_counted_by_turn_and_by_depth():
     assert depth.metrics(accelerator) == depth.lines == {}
 
 
-def test_the_effective_share_is_of_all_passes():
-    """Two passes, one with weights of 2 and one without any: half of the tokens are in effect."""
+def test_shares_are_of_what_there_is():
+    """Two passes, one with weights of 2 and one without any: half of the tokens are in effect. It is no failure rate
+    of 0, and so in no mean of batches."""
     metrics, logged = PassMetrics(), {}
     key, mean = "sampling/effective_share", "sampling/importance_sampling_ratio/mean"
     metrics.pool(logged, "train", {mean: (2.0, 4), key: (4.0, 4)})
     metrics.pool(logged, "train", {mean: (0.0, 4), key: (0.0, 4)})
     assert logged == {mean: [1.0], key: [0.5]}
+    silent = Rollout([], [1], turns=[Turn([5], None, "", "stop")], stop_reason=StopReason.ANSWERED)
+    metrics = conversation_metrics(conversation_columns([silent]))[0]
+    names = {f"tools/{kind}_frequency" for kind in ("failure", "malformed", "timeout")} | {"tools/mean_seconds"}
+    assert {name for name, value in metrics.items() if math.isnan(value)} == names
+    assert metrics["tools/call_frequency"] == 0.0
 
 
 def one_group(model, out, funcs, **settings):
@@ -258,15 +261,6 @@ def test_a_batch_without_a_score_trains_nothing(random_model, tmp_path, loss_typ
     assert {logged[name] for name in ("reward", "kl", "entropy", "credit/mean_abs_advantage")} == {None}
 
 
-def test_without_calls_there_is_no_share_of_calls():
-    """It is no failure rate of 0, and so in no mean of batches."""
-    silent = Rollout([], [1], turns=[Turn([5], None, "", "stop")], stop_reason=StopReason.ANSWERED)
-    metrics = conversation_metrics(conversation_columns([silent]))[0]
-    names = {f"tools/{kind}_frequency" for kind in ("failure", "malformed", "timeout")} | {"tools/mean_seconds"}
-    assert {name for name, value in metrics.items() if math.isnan(value)} == names
-    assert metrics["tools/call_frequency"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("name", "none"),
     [("outcome", 1.0), ("merged", 0.0), ("mt_grpo", 0.0), ("turn_return", 0.0), ("gigpo", 0.0), ("zero_sum", 0.0)],
@@ -320,7 +314,7 @@ def test_a_reward_that_moves_nothing_is_counted(random_model, tmp_path):
     assert found["mt_grpo"] == ([[6, 3, 3], [3, 2, 3]], [])
 
 
-def test_a_batch_by_hand():
+def test_a_batch_by_hand_and_what_replaces_its_rollouts():
     """Logprobs that one record does not know are None for all; a turn is trained unless its rollout is masked."""
     turns = [Turn([5, 6], [-1.0, -2.0], "", "stop", observation_ids=[7]), Turn([8], [-3.0], "", "stop")]
     batch = Batch([], 1, records=[*(Record([k], [turn]) for k, turn in enumerate(turns)), Record([], [])])
@@ -334,9 +328,6 @@ def test_a_batch_by_hand():
     none = [False, False]
     for masks, expected in ((False, [[True, False], [True, True], none]), (True, [[True, False], none, none])):
         assert batch.trained_turns(types.SimpleNamespace(mask_truncated_completions=masks)).tolist() == expected
-
-
-def test_a_replaced_rollout_has_its_row_and_no_column_of_the_one_before():
     rows, rollouts = [{"a": 0}, {"a": 1}, {"a": 2}], list("abc")
     batch = Batch(rows, 1, rollouts=rollouts, extra={"all": [5, 6, 7], "one": [8]})
     batch.replace([2, 0], [{"a": 3}, {"a": 4}], ["d", "e"])
@@ -491,7 +482,8 @@ def build(tmp_path, *arguments):
     ]))  # fmt: skip
 
 
-def test_evaluation_is_by_the_test_file(tmp_path):
+def test_evaluation_is_by_the_test_file_or_by_problems_that_are_held_out(tmp_path):
+    """A problem belongs to `test` if the CRC-32 of its expression is divisible by 10."""
     for split in ("train", "test"):
         rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(12)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -500,10 +492,6 @@ def test_evaluation_is_by_the_test_file(tmp_path):
     )
     assert trainer.train_dataset["question"][:] == [f"train {i}" for i in range(8)]
     assert trainer.eval_dataset["question"][:] == ["test 0", "test 1"]
-
-
-def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path):
-    """A problem belongs to `test` if the CRC-32 of its expression is divisible by 10."""
     trainer = build(tmp_path, "--dataset_size", "500", "--dataset_test_split", "test[:50]")
     train, test = trainer.train_dataset["question"][:], trainer.eval_dataset["question"][:]
     assert (len(train), len(test)) == (500, 50)

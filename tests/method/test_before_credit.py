@@ -67,18 +67,12 @@ def test_other_groups_are_sampled_again(tmp_path, random_model):
     assert trainer.trained == {0: [0, 4]}
 
 
-def branching():
-    """The page's environment."""
-    assert len(BLOCKS[2].partition("\nclass")[2].splitlines()) <= 18
-    names = {}
-    exec(BLOCKS[2], names)
-    return names["Branching"]
-
-
 @pytest.mark.timeout(300)
 def test_a_conversation_that_branches_trains_in_process(tmp_path):
     """Rollouts 1 and 3 read the first turns of 0 and 2, and are trained on what they do behind them."""
-    env = branching()([calculator], "Use the calculator, then answer.")
+    assert len(BLOCKS[2].partition("\nclass")[2].splitlines()) <= 18
+    exec(BLOCKS[2], names := {})
+    env = names["Branching"]([calculator], "Use the calculator, then answer.")
     model = str(ROOT / "hf_recipes/tiny/calculator-model")
     args = MTGRPOConfig(**settings(tmp_path, max_steps=3))
     trainer = MTGRPOEnvTrainer(model, env, [], [by_place], args=args, train_dataset=ROWS)

@@ -91,16 +91,13 @@ def test_steps_that_are_rewarded():
     assert rewards.right_step_reward_func([[said, turn("12")]], answer=[GOLD], steps=[STEPS]) == [[None, 0.3]]
 
 
-def test_outcomes():
+def test_outcomes_and_states():
     gold = ["28", "28", "4", "14"]
     assert rewards.exact_match_reward_func(ROLLOUTS, answer=gold) == [1.0, 0.0, 1.0, 0.0]
     assert rewards.answer_given_reward_func(ROLLOUTS) == [0.1, 0.1, 0.1, 0.0]
     for nothing in ([], [turn(answer="28"), turn("28")], [turn(calls=1)], [turn(answer="")]):
         assert rewards.exact_match_reward_func([nothing], answer=["28"]) == [0.0]
     assert rewards.exact_match_reward_func([[turn(answer="28\n")]], answer=["28"]) == [1.0]  # plain text
-
-
-def test_the_state_is_the_number_of_turns_and_the_last_result():
     keys = [state_key(DETOUR[:k]) for k in range(len(DETOUR))]
     assert keys == [(0, None), (1, "12"), (2, "24"), (3, "14"), (4, "14"), (5, "28"), (6, "28")]
 

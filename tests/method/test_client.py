@@ -32,20 +32,17 @@ def client(proxy):
     client.close()
 
 
-def test_an_answer_that_trickles_is_no_answer(proxy, client):
+def test_a_server_is_waited_for_and_an_answer_that_trickles_is_none(proxy, client):
     """A time limit bounds the whole call: at this pace the answer would be whole after 20 s."""
+    proxy.faults = lambda request: Fault("up" if len(proxy.requests) == 2 else "down",
+                                         status=200 if len(proxy.requests) == 2 else 503, body=b"")  # fmt: skip
+    client.wait_until_healthy()
+    assert proxy.counts == {"down": 1, "up": 1}
     proxy.faults = lambda request: Fault("drip", drip=0.5, status=200, body=b" " * 40)
     with pytest.raises(ServerLost, match="GET .*/weight_info: no complete answer within 1 s"):
         client.request("GET", "/weight_info", timeout=1.0)
     with pytest.raises(ServerError, match="No vLLM server answers at .* after 2 s.*no complete answer within"):
         client.wait_until_healthy()
-
-
-def test_a_server_that_comes_up_meanwhile_is_found(proxy, client):
-    proxy.faults = lambda request: Fault("up" if len(proxy.requests) == 2 else "down",
-                                         status=200 if len(proxy.requests) == 2 else 503, body=b"")  # fmt: skip
-    client.wait_until_healthy()
-    assert proxy.counts == {"down": 1, "up": 1}
 
 
 def test_a_run_without_its_server_says_so_and_keeps_the_password(tmp_path, monkeypatch, capfd, caplog):

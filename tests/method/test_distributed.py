@@ -79,14 +79,9 @@ def test_two_ranks_refill_what_one_does(random_model, tmp_path):
         for expected, row in zip(one["logs"], part["logs"]):
             assert row == pytest.approx(expected, abs=1e-5, nan_ok=True)
     assert [len(part["seen"]) for part in (one, *two)] == [8, 7, 8]  # a rank with no place to fill asks no function
-    for part in (one, *two):
-        assert_resumed_alike(part)
+    for part in (one, *two):  # a run that went on from its second step has the same weights, bit for bit
+        assert len(part["weights"]) > 10_000 and torch.equal(part["resumed"], part["weights"])
     assert one["trained"] == {2: trained[2], 3: trained[3]}
-
-
-def assert_resumed_alike(part):
-    """A run that went on from its second step has the weights of one that was never stopped, bit for bit."""
-    assert len(part["weights"]) > 10_000 and torch.equal(part["resumed"], part["weights"])
 
 
 def test_two_ranks_have_the_gradients_of_one_with_images(random_model, tmp_path):

@@ -65,7 +65,7 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
     assert message == {"role": "assistant", "content": "abc", "tool_calls": [call]}
 
 
-def test_what_a_turn_shows_of_its_results():
+def test_what_a_turn_shows_of_its_results_and_which_rollouts_failed():
     """Each call's text with the first call's error, or else the messages; None where nothing was read."""
     turn = Turn([1], None, "", "stop")
     assert turn.observation is turn.error is turn.tool_call is None
@@ -79,9 +79,14 @@ def test_what_a_turn_shows_of_its_results():
     assert turn.tool_call == turn.calls[0]
     for change in ({"went_on": True}, {"results": turn.results}, {"messages": turn.messages}, {"continuation": "So"}):
         assert Turn([1], None, "", "stop", **change).has_observation
+    failed = {StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR}
+    turn = Turn([1], None, "", "stop")
+    for reason in StopReason:
+        assert Rollout([], [], turns=[turn], stop_reason=reason).failed == (reason in failed)
+        assert Rollout([], [], stop_reason=reason).failed == (reason in {*failed, StopReason.CONTEXT_LENGTH})
 
 
-def test_a_turn_that_is_only_read_is_in_no_mask():
+def test_what_is_in_a_record_and_in_its_masks():
     turns = [
         Turn([1, 2], [-0.1, -0.2], "", "stop", observation_ids=[3]),
         Turn([4], [-0.3], "", "stop", trained=False),
@@ -95,9 +100,6 @@ def test_a_turn_that_is_only_read_is_in_no_mask():
     assert rollout.logprobs == [-0.1, -0.2, 0.0, -0.3, -0.4, -0.5]
     turns[0].logprobs = None
     assert rollout.logprobs is None and record.logprobs == [-0.3, -0.4, -0.5]
-
-
-def test_a_record_begins_at_each_context_and_goes_on_from_the_turn_that_is_named():
     rollout = Rollout([], [9], turns=[Turn([k], None, "", "stop") for k in range(6)])
     rollout.turns[0].context = Context([], [0])  # the first turn reads the prompt
     rollout.turns[2].context = Context([], [8])
@@ -107,14 +109,6 @@ def test_a_record_begins_at_each_context_and_goes_on_from_the_turn_that_is_named
         ([9], [0, 1, 3], [0, 1, 3]), ([8], [2, 4, 5], [2, 4, 5])
     ]  # fmt: skip
     assert Rollout([], [9]).records == [Record([9], [], [])]
-
-
-def test_which_rollouts_failed():
-    failed = {StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR}
-    turn = Turn([1], None, "", "stop")
-    for reason in StopReason:
-        assert Rollout([], [], turns=[turn], stop_reason=reason).failed == (reason in failed)
-        assert Rollout([], [], stop_reason=reason).failed == (reason in {*failed, StopReason.CONTEXT_LENGTH})
 
 
 def test_the_history_is_what_the_model_reads_next():

@@ -431,13 +431,16 @@ def assert_untouched(trainer, before):
 
 
 def test_weights_of_a_whole_model_are_its_own_parameters(random_model, tmp_path):
-    """No copies of them. A tied one comes under both names."""
+    """No copies of them. A tied one comes under both names. FSDP 1, whose shards are no parameters, is refused."""
     trainer = make_trainer(random_model, tmp_path)
     weights = weights_of(trainer)
     sent, own = dict(weights.named_weights()), {id(p) for p in trainer.model.parameters()}
     assert {id(tensor) for tensor in sent.values()} == own
     assert sent["lm_head.weight"] is sent["model.embed_tokens.weight"]
     assert {name: tensor.nbytes for name, tensor in sent.items()} == weights.expected
+    weights._dist.fsdp_version = 1  # it is what accelerate takes where `fsdp_version` is missing
+    with pytest.raises(ValueError, match="Set fsdp_version: 2"):
+        weights._init_vllm()
 
 
 @pytest.mark.contract("LoRA merged")
@@ -485,15 +488,6 @@ def test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with(rando
     policy = trainer.model.eval()(ids).logits
     assert torch.allclose(own(ids).logits, policy, atol=1e-5) and (policy - untrained).abs().max() > 0.01
     assert_untouched(trainer, before)
-
-
-def test_fsdp_1_is_refused(random_model, tmp_path):
-    """Its shards are no single parameters; it is what accelerate takes where `fsdp_version` is missing."""
-    trainer = make_trainer(random_model, tmp_path)
-    weights = weights_of(trainer)
-    weights._dist.fsdp_version = 1
-    with pytest.raises(ValueError, match="Set fsdp_version: 2"):
-        weights._init_vllm()
 
 
 CONTRACT = {  # private TRL methods that this project overrides or calls -> (class, parameters, what must be in them)

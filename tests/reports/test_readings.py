@@ -72,10 +72,17 @@ TABLE = [
 ]  # fmt: skip
 
 
-def test_facts_that_are_well_mean_no_trouble():
+def test_well_runs_have_no_trouble_and_causes_stand_first():
     """Also where some are not known, as before the first batch."""
     assert troubles(WELL) == []
     assert troubles({**dict.fromkeys(WELL), "learning_rate": 1e-6, "optim": "adamw_torch"}) == []
+    found = troubles(WELL | {"rewards/unused": "lengths", **NO_SIGNAL})
+    assert {each.name: each.pointless for each in found} == {"unused rewards": False, "no signal": True}
+    facts = {"stop/max_turns": 1.0, "rollouts/ended": 0.0, "calls/malformed": 1.0, "temperature": 2.0,
+             "tools/broken": 1.0, "learning_rate": 1.0}  # fmt: skip
+    assert [each.name for each in troubles(WELL | facts)] == [
+        "learning rate", "temperature", "failing tools", "malformed calls", "no answers", "turns at the limit",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, below, at, pointless", TABLE)
@@ -85,16 +92,3 @@ def test_a_reading_speaks_at_its_threshold(name, below, at, pointless):
         if facts is not None:
             found = {each.name: each.pointless for each in troubles(WELL | facts)}
             assert found == {name: ends}
-
-
-def test_a_reward_that_is_not_used_is_not_why_the_others_differ_in_no_group():
-    found = troubles(WELL | {"rewards/unused": "lengths", **NO_SIGNAL})
-    assert {each.name: each.pointless for each in found} == {"unused rewards": False, "no signal": True}
-
-
-def test_causes_stand_before_their_consequences():
-    facts = {"stop/max_turns": 1.0, "rollouts/ended": 0.0, "calls/malformed": 1.0, "temperature": 2.0,
-             "tools/broken": 1.0, "learning_rate": 1.0}  # fmt: skip
-    assert [each.name for each in troubles(WELL | facts)] == [
-        "learning rate", "temperature", "failing tools", "malformed calls", "no answers", "turns at the limit",
-    ]  # fmt: skip

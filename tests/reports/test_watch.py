@@ -57,6 +57,7 @@ TROUBLES = {
 }
 NO_TROUBLES = {
     "well": run_of(),
+    "a large rate of any optimizer": [{**WELL, "learning_rate": 0.1}] * 6,
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
     "both fall a little": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.26)),
     "solved": run_of(
@@ -113,7 +114,3 @@ def test_a_report_that_fails_ends_no_run(caplog, monkeypatch):
     watch.on_pre_optimizer_step(None, None, None)
     assert "The report on the first batch failed: TypeError" in caplog.text and watch.facts == facts
     assert "(calls 0.50 ± 0.10)" in preflight.summary(facts)  # only the rewards that were given
-
-
-def test_a_large_rate_of_any_optimizer_ends_no_run(caplog):
-    assert watched([{**WELL, "learning_rate": 0.1}] * 6, caplog, at_end=True) == []

@@ -102,16 +102,13 @@ def test_a_resumed_run_lists_what_differs(random_model, copy, caplog):
     assert [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row][-1] == 1e-3
 
 
-def test_a_run_that_is_resumed_at_its_end_says_so(random_model, copy, caplog):
+def test_the_last_whole_checkpoint_and_a_run_that_is_resumed_at_its_end(random_model, copy, caplog):
     trainer = make_trainer(random_model, copy, max_steps=3)
     trainer.train(resume_from_checkpoint=True)
     (said,) = warnings_of(caplog, "Nothing was trained")
     assert f"{copy / 'out/checkpoint-4'} is of step 4, and the run ends at step 3." in said
     whole = load_file(copy / "out/checkpoint-4/model.safetensors")
     assert all(torch.equal(each, whole[name]) for name, each in trainer.model.named_parameters())
-
-
-def test_the_last_checkpoint_is_the_last_one_that_was_written_to_its_end(copy):
     assert checkpoint_to_resume(True, str(copy / "out")) == str(copy / "out/checkpoint-4")
     os.utime(copy / "out/checkpoint-4/trainer_state.json", (0, 0))  # of an older run that went on for longer
     assert checkpoint_to_resume("last", str(copy / "out")) == str(copy / "out/checkpoint-2")
@@ -412,16 +409,13 @@ def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, mon
     make_trainer(random_model, tmp_path, save_steps=100).train(resume_from_checkpoint="last")  # it can go on
 
 
-def test_weights_of_8_bits_are_no_obstacle():
-    """torch cannot tell whether they are finite. They are those of a quantised base, which LoRA leaves as they are."""
+def test_weights_of_8_bits_and_skipped_steps_of_fp16_are_finite(random_model, tmp_path, monkeypatch):
+    """torch cannot tell whether they are finite. They are those of a quantised base, which LoRA leaves as they are.
+    Its scaler skips a step whose scaled gradient overflows, and finds a scale; without end it is no scale."""
     layer = torch.nn.Linear(2, 2)
     layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
     layer.bias.data[1] = float("inf")
     assert weights_not_finite(layer) == ["bias"]
-
-
-def test_fp16_skips_steps_and_not_for_ever(random_model, tmp_path, monkeypatch):
-    """Its scaler skips a step whose scaled gradient overflows, and finds a scale; without end it is no scale."""
     trainer = make_trainer(random_model, tmp_path)
     trainer.args.fp16, trainer.FP16_SKIPS = True, 3
     norms = iter([1.0, *[float("inf")] * 2, 0.5, *[float("nan")] * 3])

@@ -96,8 +96,9 @@ def test_nothing_is_begun_that_would_not_be_trained(steps_left, step, begun, lat
     assert trainer.started == [[n, n] for n in range(begun)]
 
 
-def test_what_a_checkpoint_holds():
-    """The prompts that were asked for and not trained; of a batch that is trained further its own come first."""
+def test_what_a_checkpoint_holds_and_which_one_is_refused():
+    """The prompts that were asked for and not trained; of a batch that is trained further its own come first. Its
+    prompts that were trained are not those that this run would leave out."""
     trainer = Trainer(late_groups="admit", steps_per_generation=2)
     flight = trainer.in_flight
     flight.prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=3, prompts=[1])
@@ -110,10 +111,6 @@ def test_what_a_checkpoint_holds():
     assert flight.state["prompts"] == [3, 2, 0, 1]
     flight.begin({**flight.state, "prompts": []})
     assert flight.state is None  # `Trainer` knows the place in the data
-
-
-def test_a_checkpoint_of_batches_of_another_size_is_refused():
-    """Its prompts that were trained are not those that this run would leave out."""
     flight = Trainer(late_groups="admit").in_flight
     flight.begin({"epoch": 0, "place": 6, "prompts": [4, 5], "endless": False})
     flight.trainer._step = 4
@@ -167,17 +164,14 @@ def test_a_refill_leaves_no_step_without_a_group_for_each_slot():
     assert flight.refill(batch, [1])[:2] == ([], []) and flight._batch_prompts == {0: 1, 1: 2}
 
 
-def test_a_step_waits_for_what_all_ranks_have():
-    """Here both groups are complete, on the other rank the second one alone: it is the one that is taken."""
+def test_ranks_meet_and_take_what_all_have():
+    """Here both groups are complete, on the other rank the second one alone: it is the one that is taken. Here they
+    are over before the other rank's. A rank that waited in one call would be given up as lost."""
     flight, kind = of_two_ranks(), slot_kinds(2, 2, 2)[1]
     flight.groups.extend(GroupInFlight(n, ROWS[n], kind, []) for n in (17, 18))
     others, asked = torch.tensor([0, 1, 1], dtype=torch.int32), []
     flight.trainer.accelerator.reduce = lambda flags, how: asked.append(flags.tolist()) or flags + others
     assert [group.prompt for group in flight._wait_for([1], None)] == [18] and asked == [[1, 1, 1]]
-
-
-def test_ranks_meet_while_the_conversations_of_one_go_on():
-    """Here they are over before the other rank's. A rank that waited in one call would be given up as lost."""
     flight, seen = of_two_ranks(), []
     flight.trainer.client, flight.POLL_SECONDS = object(), 0.0
     others = [[0, 1], [0, 1], [1, 1]]

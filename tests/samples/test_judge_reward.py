@@ -239,9 +239,6 @@ def test_answers_of_a_group_are_compared_in_one_request(judge, server):
     )
     assert "Reply with 2 numbers" in two and "Reply with 1 numbers" in one
     assert {body["max_tokens"] for body in server.bodies} == {judge.MAX_REPLY_TOKENS, 2 * judge.MAX_REPLY_TOKENS}
-
-
-def test_a_reply_without_a_number_for_each_answer_is_none(judge, server):
     server.reply = lambda prompt: "9, 2, 1" if "Question 1" in prompt else "[3,8.5]"
     rollouts = [[final("a")], [final("b")], [final("c")], [final("d")]]
     assert compare(judge, rollouts, [0, 0, 1, 1]) == [0.3, 0.85, None, None]
@@ -253,7 +250,7 @@ def test_a_variable_chooses_what_grades_answers(monkeypatch):
     assert [func.__name__ for func in load().OUTCOME_REWARD_FUNCS] == ["judged_group_reward_func"]
 
 
-def test_an_unreadable_score_is_none_for_its_turn(judge, server):
+def test_unreadable_scores_are_none_unless_they_are_more_than_half(judge, server):
     """What is a score, the doctest of `_score` says."""
     logged = []
     for text in ("70", "I say 7", None, ["7"]):
@@ -261,9 +258,6 @@ def test_an_unreadable_score_is_none_for_its_turn(judge, server):
         values = grade_turns(judge, [[call("mumble"), call("clear")]], log_metric=lambda *pair: logged.append(pair))
         assert values == [[None, 0.4]], text
     assert logged == [("judge/unreadable_frequency", 0.5)] * 4
-
-
-def test_more_than_half_unreadable_raises_with_an_example(judge, server):
     replies = itertools.cycle(["7", "As a language model I", "As a language model I"])
     server.reply = lambda prompt: next(replies)
     with pytest.raises(RuntimeError, match="2 of 3 replies of the judge judge-model .* 'As a language model I'"):

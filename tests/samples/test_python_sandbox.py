@@ -145,7 +145,7 @@ def test_folders_of_all_are_its_own(loaded):
 
 
 @as_root
-def test_a_forked_process_takes_users_of_its_own(loaded):
+def test_neither_trainers_nor_forks_share_a_user(loaded):
     """Both have what the first one had locked."""
     mine = loaded.SANDBOX.users.take()
     loaded.SANDBOX.users.give_back(mine)
@@ -156,6 +156,12 @@ def test_a_forked_process_takes_users_of_its_own(loaded):
     os.waitpid(child, 0)
     assert int(os.read(reading, 99)) != mine
     os.close(reading), os.close(writing)
+    one, two = loaded.Users(loaded.SANDBOX.folder), loaded.Users(loaded.SANDBOX.folder)
+    one._next = two._next = 900
+    numbers = [one.take(), two.take(), one.take()]
+    assert len(set(numbers)) == 3 and min(numbers) >= loaded.FIRST_USER + 900
+    two._next = loaded.USERS - 1
+    assert two.take() and loaded.FIRST_USER <= two.take() < loaded.FIRST_USER + 900  # it begins again
 
 
 @as_root
@@ -372,13 +378,3 @@ def test_as_a_tool_of_a_conversation():
         'Error: Traceback (most recent call last):\n  File "program.py", line 1, in <module>\n    [][0]\n    ~~^^^\n'
         "IndexError: list index out of range\n[exit code 1]"
     )
-
-
-@as_root
-def test_two_trainers_share_no_user(loaded):
-    one, two = loaded.Users(loaded.SANDBOX.folder), loaded.Users(loaded.SANDBOX.folder)
-    one._next = two._next = 900
-    numbers = [one.take(), two.take(), one.take()]
-    assert len(set(numbers)) == 3 and min(numbers) >= loaded.FIRST_USER + 900
-    two._next = loaded.USERS - 1
-    assert two.take() and loaded.FIRST_USER <= two.take() < loaded.FIRST_USER + 900  # it begins again

@@ -52,14 +52,19 @@ def test_a_copied_sentence_is_no_close_answer():
     assert squad.close_answer_reward_func(said[:1], answer=[[]]) == [None]
 
 
-def test_each_search_is_judged_by_itself():
-    """The first that finds the answer is paid; words inside other words are none; a failed call found nothing."""
+def test_each_search_is_judged_by_itself_and_none_finds_yes_or_no():
+    """The first that finds the answer is paid; words inside other words are none; a failed call found nothing. Any
+    text may have these words. The answer itself is judged as always."""
     turns = [search("King William II"), search("Error: Duke of Normandy", error="tool"),
              search("no", "It was the Duke of Normandy."), search("The Duke of Normandy"),
              says("Duke of Normandy")]  # fmt: skip
     found = squad.answer_in_search_results_reward_func([turns, []], answer=[GOLD, GOLD])
     assert found == [[0.0, 0.0, 0.5, 0.0, None], []]
     assert squad.call_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.1, 0.1, None], []]
+    turns = [[search("There is no doubt: yes."), says("Yes.")]] * 3
+    golds = ["yes", {"value": "no", "aliases": ["No."]}, ["no", "no doubt"]]
+    assert squad.answer_in_search_results_reward_func(turns, answer=golds) == [None, None, [0.5, None]]
+    assert squad.exact_match_reward_func(turns, answer=golds) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gold", [None, [], {"value": None, "aliases": None}, ["the"]])
@@ -67,14 +72,6 @@ def test_a_row_without_an_answer_gets_no_reward(gold):
     turns = [[search("x"), says("x")]]
     assert squad.answer_in_search_results_reward_func(turns, answer=[gold]) == [None]
     assert squad.exact_match_reward_func(turns, answer=[gold]) == squad.f1_reward_func(turns, answer=[gold]) == [None]
-
-
-def test_no_search_finds_yes_or_no():
-    """Any text may have these words. The answer itself is judged as always."""
-    turns = [[search("There is no doubt: yes."), says("Yes.")]] * 3
-    golds = ["yes", {"value": "no", "aliases": ["No."]}, ["no", "no doubt"]]
-    assert squad.answer_in_search_results_reward_func(turns, answer=golds) == [None, None, [0.5, None]]
-    assert squad.exact_match_reward_func(turns, answer=golds) == [1.0, 0.0, 0.0]
 
 
 def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
@@ -130,11 +127,17 @@ def test_sentences_are_passages_without_a_title(source, tmp_path, monkeypatch):
     assert re.fullmatch(r"\[1\] (Rollo led.|He stayed!)\n\n\[2\] \w+ \w+[.!]", wiki_search("Who led and stayed?"))
 
 
-def test_the_split_is_of_the_question_alone():
-    """By a hash of its text, the same in every process: about one in five is held out."""
+def test_a_split_is_of_the_question_and_titles_of_its_passage():
+    """By a hash of its text, the same in every process: about one in five is held out. Else the questions about the
+    other articles would stay, and no search could find their answers."""
     held_out = [k for k in range(100) if squad_search.split_of(f"Question {k}?") == "test"]
     assert held_out == [k for k in range(100) if zlib.crc32(f"Question {k}?".encode()) % 5 == 0]
     assert 10 < len(held_out) < 30
+    passages = [{"id": title, "title": title, "text": "x"} for title in ("Normans", "Rome")]
+    questions = [{"question": "Who?", "answer": "He"}]
+    assert squad_search.of_titles(passages, questions, ["Normans", "Rome"]) == (passages, questions)
+    with pytest.raises(KeyError, match="passage"):
+        squad_search.of_titles(passages, questions, ["Normans"])
 
 
 def test_rows_of_squads_own_form(tmp_path, monkeypatch):
@@ -157,12 +160,3 @@ def test_rows_of_squads_own_form(tmp_path, monkeypatch):
     }  # fmt: skip
     with pytest.raises(SystemExit, match="error: There is no article 'New_York'"):
         squad_search.main([str(tmp_path), "--titles", "Rome", "New_York"])
-
-
-def test_questions_of_articles_are_told_by_their_passage():
-    """Else the questions about the other articles would stay, and no search could find their answers."""
-    passages = [{"id": title, "title": title, "text": "x"} for title in ("Normans", "Rome")]
-    questions = [{"question": "Who?", "answer": "He"}]
-    assert squad_search.of_titles(passages, questions, ["Normans", "Rome"]) == (passages, questions)
-    with pytest.raises(KeyError, match="passage"):
-        squad_search.of_titles(passages, questions, ["Normans"])

@@ -1,51 +1,21 @@
-"""The credit benchmark: a real run and its resumption, the bifurcation, and the report by hand-written numbers."""
+"""The credit benchmark: a real run and its resumption, the bifurcation, and the table of its results."""
 
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from bench import bifurcation, credit as bench
-from bench.common import markers, with_section
+from bench.common import with_section
 
 from mt_grpo import ToolResult
 from mt_grpo.conversation.environments import Environments
 
-BEGIN, END = markers("credit")
-
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Results, picture, page and runs in a folder of their own."""
+    """Results and runs in a folder of their own."""
     monkeypatch.setattr(bench, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs/results.json")
-    monkeypatch.setattr(bench, "PICTURE", tmp_path / "docs/credit.png")
-    monkeypatch.setattr(bench, "PAGE", tmp_path / "page.md")
-    (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    return tmp_path
-
-
-def row(method, seed, exact_match, to_threshold=20_000):
-    return {
-        "task": "sparse", "method": method, "seed": seed, "commit": "0", "exact_match": exact_match, "turns": 4.5,
-        "failed_tokens": 30.0 + seed, "no_signal": 0.1, "to_threshold": to_threshold, "steps": 40, "tokens": 80_000,
-        "seconds": 60.0, "curve": [exact_match] * bench.POINTS,
-    }  # fmt: skip
-
-
-def test_the_report_quotes_five_seeds(folders):
-    rows = [row("mt_grpo", seed, e) for seed, e in enumerate([0.90, 0.92, 0.94, 0.96, 0.98])]
-    rows += [row("merged", seed, 0.0, to_threshold=None) for seed in range(5)]
-    rows += [row("outcome", seed, 0.7) for seed in range(4)]  # one seed short
-    for each in (*rows, rows[0]):  # a run stands there once
-        bench.keep(each)
-    bench.report()
-    text = bench.PAGE.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n\n**Chain, rare outcome**, 80k") and text.endswith(f"{END}\nafter\n")
-    assert "| `mt_grpo` | 5 of 5 |  | 0.94 [0.92, 0.96] |  | 20k | 4.5 | 0.10 |" in text
-    assert "| `merged` | 0 of 5 | 0.0079 | 0.00 [0.00, 0.00] | 0.0075 | - | 4.5 | 0.10 |" in text
-    assert "`outcome`" not in text and len(bench.finished()) == 14
-    for name in ("credit.png", "credit_seeds.png"):
-        assert (folders / "docs" / name).read_bytes().startswith(b"\x89PNG")
 
 
 class Here(ThreadPoolExecutor):

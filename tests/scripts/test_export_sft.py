@@ -101,8 +101,9 @@ def row_of(text, reward, step=0, **changes):
     }  # fmt: skip
 
 
-def test_which_rollouts_are_taken():
-    """The best of a prompt first, then the latest; once each; none that failed, was cut off or was an evaluation's."""
+def test_which_rollouts_are_taken_and_their_records():
+    """The best of a prompt first, then the latest; once each; none that failed, was cut off or was an evaluation's. A
+    history that was edited: two records, each with the ids that it began with."""
     rows = [
         row_of("a1", 0.5), row_of("a2", 1.0, 1), row_of("a3", 1.0, 2), row_of("a3", 1.0, 3), row_of("b1", 0.2),
         row_of("b2", None), row_of("c1", 1.0, mode="eval"), row_of("c2", 1.0, error="died"),
@@ -118,10 +119,6 @@ def test_which_rollouts_are_taken():
     assert texts(None, {"right": 0.2}, 1) == ["a3", "b1"]
     rows = [row_of("b1", None), row_of("b2", -0.5)]  # no number is not 0
     assert texts(None, {}, None) == ["b2", "b1"] and texts(None, {"right": -1.0}, None) == ["b2"]
-
-
-def test_each_record_is_a_row():
-    """A history that was edited: two records, each with the ids that it began with."""
     turns = [
         {"record": 0, "prompt_ids": [1, 2], "token_ids": [3, 4], "loss_mask": [1, 1], "read_ids": [5]},
         {"record": 0, "prompt_ids": None, "token_ids": [6], "loss_mask": [0], "read_ids": []},

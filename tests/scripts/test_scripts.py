@@ -203,7 +203,7 @@ def test_each_sample_counts_for_its_own_problem(scripted, recipe, tmp_path):
     assert (result["exact_match"], result["pass_at_k"]) == (3 / 5, 1 / 2)
 
 
-def test_which_weights_a_server_holds_stands_beside_its_models_name(scripted, monkeypatch, recipe):
+def test_the_weights_and_the_vocabulary_of_a_server(scripted, monkeypatch, recipe):
     client = scripted("<answer>1</answer>")
 
     async def held():
@@ -214,9 +214,6 @@ def test_which_weights_a_server_holds_stands_beside_its_models_name(scripted, mo
     for words in ("those that the server was started with", "version 3f2a9c01-7, pushed by a training run", "unknown"):
         table = ev.table(evaluated(client, ev.load_recipe(recipe, [])))
         assert f"model     scripted (vllm server)\nweights   {words}" in table
-
-
-def test_a_server_with_another_vocabulary_is_not_evaluated(monkeypatch, recipe):
     monkeypatch.setattr(mt.VLLMServerClient, "wait_until_healthy", lambda self: None)
     monkeypatch.setattr(VLLM, "tokens", lambda self, server, text: list(text.encode()))
     with pytest.raises(SystemExit, match="it was started with another tokenizer"):

@@ -74,10 +74,13 @@ def shellcheck() -> str:
 SCRIPTS = [JOB, ROOT / ".ci/run", *sorted((ROOT / "scripts").glob("*.sh"))]
 
 
-def test_scripts_pass_shellcheck():
+def test_scripts_pass_shellcheck_and_the_job_has_its_nodes_for_itself():
     assert all("set -euo pipefail" in script.read_text() for script in SCRIPTS[1:])
     done = subprocess.run([shellcheck(), "--severity=warning", *SCRIPTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+    lines = JOB.read_text().splitlines()
+    header = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "#SBATCH --ntasks-per-node=1"} <= set(header)
 
 
 class Job:
@@ -183,12 +186,6 @@ def test_a_signal_to_the_job_saves_the_run(tmp_path, stand_in_python, number, bu
     assert job.said().count("the run saves itself") == 1, job.said()
     assert (tmp_path / "requeued").exists() == requeued
     assert not list(job.steps_that_run.iterdir())
-
-
-def test_the_job_has_its_nodes_for_itself():
-    lines = JOB.read_text().splitlines()
-    header = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
-    assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "#SBATCH --ntasks-per-node=1"} <= set(header)
 
 
 def test_a_server_that_does_not_start_ends_the_job_with_its_log(tmp_path):

@@ -48,7 +48,8 @@ from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, 
 from mt_grpo_trainer import MultiTurnToolEnv
 
 
-def test_an_id_is_of_the_pixels_and_the_size(tokenizer):
+def test_an_id_is_of_the_pixels_and_the_size_and_of_one_picture(tokenizer):
+    """Where tools read it at the same time, and where it comes from another rank."""
     read = tokenizer.pictures.read
     one, same, turned = (
         read(vision_model.picture(k, size), "") for k, size in ((0, (56, 84)), (0, (56, 84)), (0, (84, 56)))
@@ -58,6 +59,9 @@ def test_an_id_is_of_the_pixels_and_the_size(tokenizer):
     assert plain[0].id != plain[1].id and plain[0].image.tobytes() == plain[1].image.tobytes()
     assert FIRST_ID <= one.id < 2**63 and one.num_tokens == 6 and one.id.picture is one
     assert tokenizer.pictures.placeholder == tokenizer.convert_tokens_to_ids("<|image_pad|>") == one.placeholder
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(tokenizer.pictures.read, [vision_model.picture(30)] * 8, [""] * 8))
+    assert len({id(each) for each in found}) == 1 and pickle.loads(pickle.dumps(found[0])) is found[0]
 
 
 def test_a_picture_is_known_as_long_as_ids_hold_it(tokenizer):
@@ -81,6 +85,7 @@ def test_a_picture_is_known_as_long_as_ids_hold_it(tokenizer):
 
 
 def test_a_picture_stands_in_a_record_whole_or_not_at_all(tokenizer):
+    """Where those with pictures train nothing, what is laid out has none: positions are of one form all the same."""
     one, two = (tokenizer.pictures.read(vision_model.picture(k), "") for k in range(2))
     ids = [5, *4 * [one.id], *8 * [two.id], 6, 7]
     assert [len(run) for run in runs_of(ids)] == [1, 4, 4, 4, 2] and pictures_in(ids) == [one, two, two]
@@ -92,6 +97,10 @@ def test_a_picture_stands_in_a_record_whole_or_not_at_all(tokenizer):
     assert rows.tolist() == [with_placeholders(ids), [5, 6, 7, *4 * [pad], *8 * [0]]] and found["num_images"] == [3, 1]
     assert torch.equal(found["pixel_values"], torch.cat([p.features["pixel_values"] for p in (one, two, two, one)]))
     assert found["mm_token_type_ids"].sum(1).tolist() == [12, 4] and inputs_of_rows(torch.ones(2, 3))[1] == {}
+    picture = tokenizer.pictures.read(vision_model.picture(1), "")
+    examples = {0: Example([1, *4 * [picture.id]], [5], [0]), 1: Example([1, 2], [6, 7], [1, 1])}
+    row = SharedRow(examples, (2, 2))
+    assert row.position_ids.shape == (3, 1, 3) and row.shown == [] and row.position_ids[0, 0].tolist() == [0, 1, 2]
 
 
 def test_where_a_picture_comes_from(tokenizer, tmp_path):
@@ -121,13 +130,6 @@ def test_another_reader_reads_another_picture(folder, tmp_path):
     other, image = vision_model.reading(tmp_path).pictures, vision_model.picture(3, (112, 112))
     found = one.read(image, ""), other.read(image, "")
     assert [each.num_tokens for each in found] == [16, 4] and found[0].id != found[1].id
-
-
-def test_there_is_one_picture_for_an_id(tokenizer):
-    """Where tools read it at the same time, and where it comes from another rank."""
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(tokenizer.pictures.read, [vision_model.picture(30)] * 8, [""] * 8))
-    assert len({id(each) for each in found}) == 1 and pickle.loads(pickle.dumps(found[0])) is found[0]
 
 
 FRAMES = as_bytes(vision_model.picture(0), "GIF", save_all=True, append_images=[vision_model.picture(1)])
@@ -220,7 +222,7 @@ def test_ids_are_those_of_the_chat_template_with_a_placeholder_for_each_token(fo
         assert len(offsets["offset_mapping"]) == len(offsets["input_ids"]) == len(offsets["attention_mask"])
 
 
-def test_a_text_is_cut_before_a_picture_that_does_not_fit(tokenizer):
+def test_texts_around_pictures(tokenizer):
     picture = tokenizer.pictures.read(vision_model.picture(5), "")
     assert tokenizer.decode(3 * [picture.id] + [60]) == tokenizer.decode([60])
     opened = tokenizer(f"abc {mark_of(picture)}", add_special_tokens=False)["input_ids"]
@@ -231,9 +233,6 @@ def test_a_text_is_cut_before_a_picture_that_does_not_fit(tokenizer):
     for cut in found:
         assert cut.count("<image") == cut.count(f"<image {picture.name}>") and "\ufdd0" not in cut
     assert readable(text) in found and any(cut.endswith("... [cut]") and cut.count("<image") == 1 for cut in found)
-
-
-def test_a_placeholder_that_somebody_writes_is_no_picture(tokenizer):
     env = MultiTurnToolEnv([], None, tokenizer=tokenizer)
     rows = [{"prompt": [{"role": "user", "content": "Read <|image_pad|>, \ufdd0abc and <|video_pad|>."}]}]
     (rollout,) = env.start([row["prompt"] for row in rows], rows=rows)
@@ -331,7 +330,7 @@ def inputs_of_one(ids):
     return torch.tensor(ids), {**shown, "mm_token_type_ids": torch.tensor(shown["mm_token_type_ids"])}
 
 
-def test_a_trained_model_is_evaluated_with_images(folder, tmp_path):
+def test_a_trained_model_is_evaluated_with_images_and_rewards_ask_for_logprobs_behind_them(folder, tmp_path):
     """What it needs for them is saved beside it; greedy, so that what is sampled does not depend on the seed."""
     trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1)
     trainer.train()
@@ -346,11 +345,6 @@ def test_a_trained_model_is_evaluated_with_images(folder, tmp_path):
     expected = trainer.env.format_of(trainer.env.tokenizer).text(said.tolist())
     for each in found["conversations"]:
         assert [m["content"] for m in each["messages"]] == [f"<image {name}>Which digit?", expected]
-
-
-def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1)
-    trainer.train()
     rollout = next(r for r in trainer.batch.rollouts if len(pictures_in(r.prompt_ids + r.completion_ids)) > 1)
     context, asked = rollout.prompt_ids + rollout.turns[0].token_ids + rollout.turns[0].observation_ids, [50, 60, 70]
     ids, shown = inputs_of_one(context + asked)
@@ -362,14 +356,6 @@ def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
     assert scores.logprobs([context], [asked])[0] == pytest.approx(expected, abs=2e-5)
     with pytest.raises(ValueError, match="pair 0 .* no image in the continuation"):
         scores.logprobs([[5]], [context])
-
-
-def test_a_row_without_a_picture_among_rows_with_them(tokenizer):
-    """Where those with pictures train nothing, what is laid out has none: positions are of one form all the same."""
-    picture = tokenizer.pictures.read(vision_model.picture(1), "")
-    examples = {0: Example([1, *4 * [picture.id]], [5], [0]), 1: Example([1, 2], [6, 7], [1, 1])}
-    row = SharedRow(examples, (2, 2))
-    assert row.position_ids.shape == (3, 1, 3) and row.shown == [] and row.position_ids[0, 0].tolist() == [0, 1, 2]
 
 
 def test_a_placeholder_is_never_sampled(folder, tmp_path):

@@ -225,20 +225,33 @@ def test_a_picture_that_comes_back_is_still_known(tokenizer, ids_of):
     assert [picture.name for picture in pictures_in(rollout.turns[1].observation_ids)] == [one]
 
 
-def test_the_backends_tokenizer_reads_them_too(tokenizer):
-    """As in a notebook, where the class of conversations has none of its own."""
+def test_any_tokenizer_reads_them_in_the_environments_thread(tokenizer):
+    """As in a notebook, where the class of conversations has none of its own. No conversation waits for it in the
+    event loop."""
     env = MultiTurnToolEnv([], None, environment=game(image(1), [Reply(messages=[user("a", part(2))])]))
     script = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in (MOVE, ANSWER)]
     (rollout,) = env.generate([ASKED], Scripted([script], tokenizer=tokenizer), rows=[{}])["rollouts"]
     assert rollout.error is None and len(pictures_in(rollout.prompt_ids + rollout.completion_ids)) == 2
+    replies = [
+        Reply(messages=[user("Now: ", part(11)), {"role": "user", "content": image(12)}]),
+        {"history": [user(part(13), "image")]},
+    ]
+    with vision_model.read_off_the_loop(tokenizer, at_least=4):
+        rollout, _ = play(tokenizer, game([image(10), "."], replies), [MOVE, MOVE, ANSWER])
+    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.pictures) == 4
 
 
-def test_a_continuation_is_text(tokenizer, ids_of):
+def test_a_continuation_is_text_and_a_reply_has_no_place(tokenizer, ids_of):
     with pytest.raises(EnvironmentFailure, match="continuation is .*, expected str or None"):
         read_reply(Reply(continuation=[image(1)]), "E", SaidPictures(tokenizer, []))
     replies = [lambda rollout: Reply(continuation=f" and {rollout.history[0]['content']}")]
     rollout, _ = play(tokenizer, game(image(1), replies), [MOVE, ANSWER])
     assert rollout.turns[0].continuation == " and Count." and not pictures_in(rollout.completion_ids)
+    for content in (user("a", PLACE_PART), user(part(1), {"type": "video"})):
+        with pytest.raises(EnvironmentFailure, match="messages has the content {'type'"):
+            read_reply(Reply(messages=[content]), "E", SaidPictures(tokenizer, []))
+    with pytest.raises(EnvironmentFailure, match="reset has an image"):
+        joined(ASKED, image(1))
 
 
 @pytest.mark.parametrize("way", ["reset", "messages", "history", "tool"])
@@ -263,17 +276,6 @@ def test_what_looks_like_a_mark_is_none(way, tokenizer):
     assert pictures_in(found) == ([] if way == "tool" else [known])
     words = readable(tokenizer.decode(found))
     assert "\ufdd0" not in words and "\ufdd1" not in words
-
-
-def test_images_are_read_in_the_environments_thread(tokenizer):
-    """No conversation waits for it in the event loop."""
-    replies = [
-        Reply(messages=[user("Now: ", part(11)), {"role": "user", "content": image(12)}]),
-        {"history": [user(part(13), "image")]},
-    ]
-    with vision_model.read_off_the_loop(tokenizer, at_least=4):
-        rollout, _ = play(tokenizer, game([image(10), "."], replies), [MOVE, MOVE, ANSWER])
-    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.pictures) == 4
 
 
 @pytest.mark.parametrize("way", ["reset", "messages", "history"])
@@ -301,14 +303,6 @@ def test_an_image_that_is_not_read_ends_its_rollout_alone(way, tokenizer, plain)
         assert broken.stop_reason == StopReason.ENVIRONMENT_ERROR and well.stop_reason == StopReason.ANSWERED
         with pytest.raises(EnvironmentFailure, match=f"^{where}{message}"):
             raise broken.error
-
-
-def test_a_place_in_a_reply_is_refused(tokenizer):
-    for content in (user("a", PLACE_PART), user(part(1), {"type": "video"})):
-        with pytest.raises(EnvironmentFailure, match="messages has the content {'type'"):
-            read_reply(Reply(messages=[content]), "E", SaidPictures(tokenizer, []))
-    with pytest.raises(EnvironmentFailure, match="reset has an image"):
-        joined(ASKED, image(1))
 
 
 def test_an_image_counts_as_read(tokenizer, ids_of):

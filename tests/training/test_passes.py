@@ -197,8 +197,10 @@ def passes_of(loss_type, training=True, layout="padded"):
     return found[PASSES]
 
 
-def test_passes_have_no_column_that_is_padding():
-    """Longest first. A single column of completions would be taken for values of sequences, so two are the fewest."""
+def test_what_a_pass_reads():
+    """Longest first, and a shared prompt once. A single column of completions would be taken for values of sequences,
+    so two are the fewest. What no trained token needs is not read: nothing behind the first token of the first
+    record."""
     passes = passes_of("sapo")
     assert [each["prompt_mask"].tolist() for each in passes] == [[[1, 1]], [[1]], [[1]]]
     assert [each["completion_mask"].tolist() for each in passes] == [[[1, 1, 1]], [[1, 1, 1]], [[1, 1]]]
@@ -207,15 +209,8 @@ def test_passes_have_no_column_that_is_padding():
     assert [each.scale for each in passes] == [1 / 3] * 3  # a mean over three records
     assert {(each.loss_type, each["num_items_in_batch"].item()) for each in passes} == {("sapo", 77)}
     assert [len(each["prompt_mask"]) for each in passes_of("sapo", training=False)] == [3]
-
-
-def test_a_pass_has_two_columns_at_least_and_keeps_the_pictures_of_other_ranks():
     found = to_pass([replace(trained_row(row(1, 1, [1])), pictures=("picture",))], 1, False)
     assert (found["completion_mask"].tolist(), found.pictures) == ([[1, 0]], ("picture",))
-
-
-def test_a_shared_pass_has_each_prompt_once():
-    """What no trained token needs is not read: nothing behind the first token of the first record."""
     (one,) = passes_of("dapo", training=False, layout="shared")
     assert one.shared.sizes == [1, 2, 1, 2]  # of each rollout the prompt's 7, and 8 8
     assert one.num_tokens == 6
@@ -239,12 +234,6 @@ def test_a_loss_is_divided_as_without_passes(loss_type, scales, training):
     of_rows = 3 / 2 if loss_type in ("dr_grpo", "luspo") else 1.0  # TRL divides by three rows
     assert [each.scale for each in passes] == pytest.approx(scales if training else [of_rows])
     assert [each.weight for each in passes] == ([3, 2, 1] if training else [6])
-
-
-def test_a_single_trained_token_weighs_as_a_whole_rollout():
-    """And a rollout without one as nothing."""
-    rows = [weighed([trained_row(row(1, 2, mask))], 30)[0] for mask in ([1, 0], [0, 0], [1, 1])]
-    assert [each.values["tool_mask"].tolist() for each in rows] == [[30, 0], [0, 0], [15, 15]]
 
 
 def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
@@ -274,8 +263,9 @@ def numbers(bins):
     return [[row.number for row in each] for each in bins]
 
 
-def test_rows_of_a_micro_batch_have_no_padding():
-    """Further records stand with the first one of their rollout, and a value per row stays as it is."""
+def test_rows_of_a_micro_batch_and_what_they_weigh():
+    """Further records stand with the first one of their rollout, and a value per row stays as it is. And a rollout
+    without one as nothing."""
     rows = [row(1, 2, [1, 0]) | {"ratio": torch.tensor([0.5])}, row(2, 3, [1, 1, 1]) | {"ratio": torch.tensor([2.0])}]
     micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]} | {"num_items": torch.tensor(9)}
     (first, further), (other,) = rows_of(micro_batch | {"further_records": [[row(3, 1, [1])], []]})
@@ -290,9 +280,11 @@ def test_rows_of_a_micro_batch_have_no_padding():
     assert [[each.own for each in rollout] for rollout in rows_of(micro_batch)] == [[1], [3]]
     del micro_batch["tool_mask"]
     assert [each.trained for (each,) in rows_of(micro_batch)] == [[True, True], [True, True, True]]
+    rows = [weighed([trained_row(row(1, 2, mask))], 30)[0] for mask in ([1, 0], [0, 0], [1, 1])]
+    assert [each.values["tool_mask"].tolist() for each in rows] == [[30, 0], [0, 0], [15, 15]]
 
 
-def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
+def test_rows_of_ids_and_one_that_changes_ranks():
     ids, mask = torch.tensor([[0, 7, 5, 6, 0], [8, 9, 5, 5, 6]]), torch.tensor([[0, 1, 1, 1, 0], [1] * 5])
     trainer = SimpleNamespace(batch=SimpleNamespace(loss_masks=[[1, 0], [0, 0.5, 1]]))
     one, two = rows_of_ids(trainer, ids, mask, 3)
@@ -304,6 +296,10 @@ def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
     assert {value.dtype for value in one.values.values()} == {torch.long}
     trainer.batch = None
     assert [each.trained for each in rows_of_ids(trainer, ids, mask, 3)] == [[True] * 2, [True] * 3]
+    row = TrainedRow([7], [5, 6], [True, True], {"advantages": torch.arange(8.0)[2:4]}, group=3)
+    moved = row.to("cpu")
+    assert moved.values["advantages"].tolist() == [2.0, 3.0] and (moved.completion_ids, moved.group) == ([5, 6], 3)
+    assert moved.values["advantages"].untyped_storage().nbytes() == 2 * 4
 
 
 def test_passes_are_filled_longest_first():
@@ -420,13 +416,6 @@ def test_rows_change_ranks_where_one_would_wait(monkeypatch, first, second, expe
     assert numbers(found) == [expected, of_second]
     if expected == [row.number for row in first]:
         assert found[0] is first and found[1] is second
-
-
-def test_a_row_that_changes_ranks_takes_no_more_along_than_itself():
-    row = TrainedRow([7], [5, 6], [True, True], {"advantages": torch.arange(8.0)[2:4]}, group=3)
-    moved = row.to("cpu")
-    assert moved.values["advantages"].tolist() == [2.0, 3.0] and (moved.completion_ids, moved.group) == ([5, 6], 3)
-    assert moved.values["advantages"].untyped_storage().nbytes() == 2 * 4
 
 
 @pytest.fixture(scope="module")

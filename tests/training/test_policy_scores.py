@@ -54,16 +54,13 @@ def tiny():
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), AutoTokenizer.from_pretrained(TINY)
 
 
-def test_logprobs_by_hand():
+def test_logprobs_by_hand_and_by_transformers(tiny):
     model = TwoWords().train()
     policy = of_model(model)
     found = policy.logprobs([[0], [1, 0], [1]], [[1, 1, 0], [0], [1]])
     expected = [[0.25, 0.9, 0.1], [0.75], [0.9]]
     assert [[math.exp(x) for x in row] for row in found] == [pytest.approx(row, abs=1e-6) for row in expected]
     assert model.training
-
-
-def test_logprobs_are_those_of_transformers(tiny):
     model, _ = tiny
     generator = torch.Generator().manual_seed(0)
     pairs = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (5, 3, 17, 1, 1, 9)]
@@ -75,7 +72,7 @@ def test_logprobs_are_those_of_transformers(tiny):
         assert row == pytest.approx([logps[p, i].item() for p, i in zip(places, continuation)], abs=1e-5)
 
 
-def test_the_context_is_that_of_the_model_inside_a_deepspeed_engine(tiny):
+def test_engines_adapters_and_sharded_weights(tiny):
     """An engine has the settings of DeepSpeed as its `config`."""
     model, _ = tiny
     engine = of_model(SimpleNamespace(module=model, config={"train_batch_size": 8}))
@@ -83,9 +80,14 @@ def test_the_context_is_that_of_the_model_inside_a_deepspeed_engine(tiny):
     for policy in (engine, of_model(model)):
         assert policy.fits([5] * limit, []) is False and policy.fits([5] * (limit - 1), [5])
         assert not policy.fits([5] * limit, [5])
+    pool = SimpleNamespace(servers=[SimpleNamespace(adapter=None), SimpleNamespace(adapter="v1")])
+    with pytest.raises(RunError, match="samples with an adapter.*Set weight_sync: disk"):
+        policy_of(trainer_of(backend="server", client=pool))
+    with pytest.raises(RunError, match="a model that DeepSpeed or FSDP shards.*vLLM server scores the policy"):
+        policy_of(trainer_of(backend="transformers", _is_sharded=True))
 
 
-def test_equal_pairs_are_asked_once_and_each_is_answered_in_its_place():
+def test_equal_pairs_are_asked_once_and_those_that_fit():
     asked = []
 
     def ask(pairs):
@@ -100,6 +102,10 @@ def test_equal_pairs_are_asked_once_and_each_is_answered_in_its_place():
             policy.logprobs([[1], context], [[1], continuation])
     with pytest.raises(ValueError, match="zip"):
         policy.logprobs([[1]], [])
+    policy = of_servers(Server(0))  # a context of 10, of which one token is left to be sampled
+    assert policy.fits([1] * 8, [2]) and not policy.fits([1] * 9, [2]) and not policy.fits([1], [])
+    with pytest.raises(ValueError, match="pair 1 has 9 and 1 ids"):
+        policy.logprobs([[1], [1] * 9], [[1], [1]])
 
 
 def test_contexts_of_an_edited_history_and_of_two_branches():
@@ -114,14 +120,6 @@ def test_contexts_of_an_edited_history_and_of_two_branches():
 def trainer_of(**facts):
     env = SimpleNamespace(format_of=lambda tokenizer: None, tokenizer=None)
     return SimpleNamespace(**{"env": env, "_is_sharded": False, **facts})
-
-
-def test_an_adapter_and_sharded_weights_are_refused():
-    pool = SimpleNamespace(servers=[SimpleNamespace(adapter=None), SimpleNamespace(adapter="v1")])
-    with pytest.raises(RunError, match="samples with an adapter.*Set weight_sync: disk"):
-        policy_of(trainer_of(backend="server", client=pool))
-    with pytest.raises(RunError, match="a model that DeepSpeed or FSDP shards.*vLLM server scores the policy"):
-        policy_of(trainer_of(backend="transformers", _is_sharded=True))
 
 
 class Server:
@@ -153,11 +151,22 @@ def of_servers(*servers, joined=None, pushed="3"):
     return scores_of_servers(pool, None, lambda: pushed)
 
 
-def test_servers_that_are_out_or_hold_other_weights_are_not_asked():
+def test_which_servers_are_asked_and_asked_again(monkeypatch):
     servers = [Server(0), Server(1, version="2"), Server(2), Server(3)]
     policy = of_servers(*servers, joined=[0, 1, 3])  # 1 restarted, 2 was left out
     found = policy.logprobs([[k] for k in range(8)], [[7]] * 8)
     assert {row[0] for row in found} == {0.0, 3.0} and [s.asked for s in servers] == [4, 0, 0, 4]
+    monkeypatch.setattr(policy_scores, "PAUSE", 0.0)
+    server = Server(4)
+    failures = [ServerLost("503"), ServerLost("reset")]
+    server.score = lambda ids, timeout: (_ for _ in ()).throw(failures.pop()) if failures else [4.0]
+    assert of_servers(server).logprobs([[1]], [[7]]) == [[4.0]]
+    refusing, other = Server(0), Server(1)
+    refusing.weight_version = lambda: (_ for _ in ()).throw(ServerError("404"))  # started without development mode
+    assert of_servers(refusing, other).logprobs([[1], [2]], [[7]] * 2) == [[1.0]] * 2
+    server.score = lambda ids, timeout: (_ for _ in ()).throw(ServerError("400 too long"))
+    with pytest.raises(RunError, match="in 3 tries .* 400 too long"):
+        of_servers(server).logprobs([[1]], [[7]])
 
 
 def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(monkeypatch):
@@ -184,27 +193,6 @@ def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(monkeypatch):
         policy.logprobs([[1]], [[7]])
     assert policy.logprobs([], []) == []  # nothing is asked of anybody
     assert of_servers(Server(5), pushed=None).logprobs([[1]], [[7]]) == [[5.0]]  # an evaluation has pushed nothing
-
-
-def test_an_error_that_passes_is_asked_again_and_another_is_told(monkeypatch):
-    monkeypatch.setattr(policy_scores, "PAUSE", 0.0)
-    server = Server(4)
-    failures = [ServerLost("503"), ServerLost("reset")]
-    server.score = lambda ids, timeout: (_ for _ in ()).throw(failures.pop()) if failures else [4.0]
-    assert of_servers(server).logprobs([[1]], [[7]]) == [[4.0]]
-    refusing, other = Server(0), Server(1)
-    refusing.weight_version = lambda: (_ for _ in ()).throw(ServerError("404"))  # started without development mode
-    assert of_servers(refusing, other).logprobs([[1], [2]], [[7]] * 2) == [[1.0]] * 2
-    server.score = lambda ids, timeout: (_ for _ in ()).throw(ServerError("400 too long"))
-    with pytest.raises(RunError, match="in 3 tries .* 400 too long"):
-        of_servers(server).logprobs([[1]], [[7]])
-
-
-def test_what_does_not_fit_is_told_before_it_is_asked():
-    policy = of_servers(Server(0))  # a context of 10, of which one token is left to be sampled
-    assert policy.fits([1] * 8, [2]) and not policy.fits([1] * 9, [2]) and not policy.fits([1], [])
-    with pytest.raises(ValueError, match="pair 1 has 9 and 1 ids"):
-        policy.logprobs([[1], [1] * 9], [[1], [1]])
 
 
 def test_threads_ask_one_after_another_and_leave_the_model_as_it_was():
@@ -340,7 +328,7 @@ def test_a_turn_gains_what_its_results_tell():
     assert first > 0.2 and second == 0.0
 
 
-def test_the_best_answer_before_and_after_is_what_gains():
+def test_what_an_alias_gains_and_a_useless_result_costs(monkeypatch):
     """The alias is told from one token, and what is known of the answer itself stays: 0.1 of each token."""
 
     class Alias(Told):
@@ -353,8 +341,6 @@ def test_the_best_answer_before_and_after_is_what_gains():
     expected = [0.0, 0.1 * math.log(0.9 / 0.2), 0.0]
     assert gained(turns, [[8]] * 3, Alias(), ["Paris", "the City"]) == pytest.approx(expected)
 
-
-def test_a_useless_result_costs_what_it_hides(monkeypatch):
     class Hides(Told):
         def logprobs(self, contexts, continuations):
             return [[-2.0 if 105 in context else -0.5] * len(ids) for context, ids in zip(contexts, continuations)]

@@ -464,13 +464,10 @@ def test_metrics_of_sampling_are_of_the_tokens_of_all_ranks(by_rank, name):
         assert found[f"by depth {name}"] == pytest.approx(one["by depth own pass"], abs=1e-4)
 
 
-def test_facts_of_the_first_batch_are_of_all_ranks(by_rank):
+def test_ranks_share_the_facts_and_the_end_of_a_run(by_rank):
     """Rank 0 has CCc, Ca, a and CCc: two answers, three that call. Of rank 1's four, all failed, three had called."""
     for found in (by_rank[0], *by_rank[1]):
         assert found["facts"] == {"rollouts/ended": 2 / 8, "rollouts/called": 6 / 8, "num_rollouts": 8}
-
-
-def test_ranks_end_together_where_all_environments_failed(by_rank):
     texts = [part["failed"] for part in by_rank[1]]
     assert texts[0] == texts[1]
     assert "in all 8 rollouts" in texts[0] and "no database for rollout 0" in texts[0]

@@ -234,7 +234,7 @@ def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them():
     assert scored(*found, completions=["a", "abc"]) == [[-1, -1], [-2, 0], [0.5, 0.5], [0.25, 0.25]]
 
 
-def test_rewards_of_one_name_are_apart():
+def test_rewards_of_one_name_are_apart_and_the_main_one_counts_most():
     """Each has its own weight, next to an environment of that name, whose weight is 1."""
 
     class Game:
@@ -248,9 +248,6 @@ def test_rewards_of_one_name_are_apart():
     found = RewardFunctions.of([judged], funcs, mt.MultiTurnToolEnv([], None, environment=Game), [0.5], weights)
     assert found.names == ["judged", "length", "length_2", "judged_2", "Game"]
     assert list(found.weights) == [0.5, *weights, 1.0] and waits(found.functions[3])
-
-
-def test_the_main_outcome_is_the_one_that_counts_most_also_against():
     assert RewardFunctions([length, length, judged], [5.0, 0.5, -2.0], 1).main_outcome == "judged"
 
 
@@ -335,11 +332,6 @@ def test_a_reward_of_a_result_that_nothing_counts_is_told(caplog, monkeypatch):
         assert sum("The tool pay returned the reward 0.5" in record.message for record in caplog.records) == told
 
 
-def weighted_rewards(whole, per_turn, weights):
-    table = Scores(whole, per_turn).weighted(weights)
-    return table["outcome"], table["rollout_turn"], table["turn"]
-
-
 def rollout(*observations):
     """A turn per observation, all of the same token."""
     return Rollout([], [1], turns=[Turn([5], None, "", "stop", observation_ids=ids) for ids in observations])
@@ -356,11 +348,8 @@ def test_a_function_may_give_lists_numbers_and_nothing():
     whole, per_turn = reward_tensors([[[0.5, None], 2.0, None, []]], 2, 1)
     assert_close(whole, torch.tensor([[torch.nan], [2.0], [torch.nan], [torch.nan]]), equal_nan=True)
     assert_close(per_turn[:, :, 0], torch.tensor([[0.5, torch.nan], *[[torch.nan, torch.nan]] * 3]), equal_nan=True)
-
-
-def test_without_outcome_functions_the_outcome_is_0():
-    outcome, _, turn = weighted_rewards(torch.tensor([[torch.nan]]), torch.tensor([[[0.5]]]), torch.tensor([2.0]))
-    assert (outcome.tolist(), turn.tolist()) == ([0.0], [[1.0]])
+    table = Scores(torch.tensor([[torch.nan]]), torch.tensor([[[0.5]]])).weighted(torch.tensor([2.0]))
+    assert (table["outcome"].tolist(), table["turn"].tolist()) == ([0.0], [[1.0]])
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,9 @@ def test_a_tree_gives_back_what_was_put_in():
                 assert row.position_ids[0, place] == len(before) - 1
                 at += 1
         assert at == len(row.scored)
+    row = SharedRow({1: Example([4, 5], [6], [0])}, (2, 2))
+    assert (row.input_ids.tolist(), row.position_ids.tolist(), row.labels.tolist()) == ([[5]], [[0]], [[-100]])
+    assert row.spread(torch.tensor([[9.0]])).tolist() == [[0, 0], [0, 0]]
 
 
 def random_traces(seed: int) -> list[Rollout]:
@@ -312,12 +315,6 @@ def test_first_turns_of_a_group_are_computed_once():
     row = SharedRow(dict(enumerate(trained_rows(records))), (8, 73))
     assert len(row) == 20 + 34 + 24 + 4 * (5 - 1) + 4 * (16 + 3 - 1)  # no logprob reads a record's last token
     assert row.labels.shape[1] == 4 * (4 + 5 + 3) + 2 * 4
-
-
-def test_a_row_in_which_nothing_is_wanted_has_one_token():
-    row = SharedRow({1: Example([4, 5], [6], [0])}, (2, 2))
-    assert (row.input_ids.tolist(), row.position_ids.tolist(), row.labels.tolist()) == ([[5]], [[0]], [[-100]])
-    assert row.spread(torch.tensor([[9.0]])).tolist() == [[0, 0], [0, 0]]
 
 
 def test_a_kernel_for_sequences_reads_what_sdpa_reads(monkeypatch):

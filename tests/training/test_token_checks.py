@@ -100,14 +100,11 @@ def test_a_fault_is_found_by_its_check(name):
 
 @pytest.mark.contract("delta tokenization")
 def test_a_conversation_without_a_fault_is_not_told():
-    """Sampled ids need not be the tokenizer's own for their text."""
+    """Sampled ids need not be the tokenizer's own for their text. The generation prompt stands behind it: it is no
+    beginning of the first turn, in the history neither."""
     (rollout,), env = conversation()
     assert rollout.turns[1].token_ids != TOKENIZER(rollout.turns[1].text, add_special_tokens=False)["input_ids"]
     assert found_in([rollout], env) == []
-
-
-def test_a_prompt_that_ends_with_an_assistants_message_is_no_fault():
-    """The generation prompt stands behind it: it is no beginning of the first turn, in the history neither."""
     env = mt.MultiTurnToolEnv([echo], None, 1, tokenizer=TOKENIZER)
     prompt = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "So."}]
     turns = [call("echo", text="hi"), "<answer>a</answer>"]
@@ -167,17 +164,14 @@ def test_a_turn_that_the_template_rewrites_is_not_compared():
         assert [[found.kind for found in each] for each in check_batch(rollouts, env, "strict")[1]] == of_text
 
 
-def test_a_turn_that_read_other_ids_is_found():
-    """The backend says that it read another prompt than the record has."""
+def test_backends_give_an_account_and_a_turn_that_read_other_ids_is_found():
+    """The backend says that it read another prompt than the record has. Of the ids that they read: the server in its
+    answer, TRL's generation by what it is called with."""
     rollouts, env = conversation()
     (generation,) = rollouts[0].turns[1].generations
     rollouts[0].turns[1].generations[0] = dataclasses.replace(generation, saw=hash_of_ids([1, 2, 3]))
     (found,) = found_in(rollouts, env)
     assert found[:3] == ("ids", "read", "before turn 1")
-
-
-def test_backends_give_an_account():
-    """Of the ids that they read: the server in its answer, TRL's generation by what it is called with."""
     choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
     answer = {"choices": [{**choice, "prompt_token_ids": [1, 2]}], "usage": {"prompt_tokens": 2}}
     assert read_completion(answer, 2, 8).saw == hash_of_ids([1, 2])
