@@ -103,6 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     prompts = len({json.dumps(row["messages"][: row["num_prompt_messages"]]) for row in kept})
     print(f"{len(lines)} rows of {len(kept)} rollouts of {prompts} prompts, of {len(rows)}; written to {args.output}")
+    if not minima and args.min_reward is None:
+        print("Without --min or --min_reward rollouts with wrong answers are among them.")
 
 
 if __name__ == "__main__":

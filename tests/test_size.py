@@ -26,15 +26,15 @@ CEILINGS = {
     "script and package": 21000,
     "scripts": 8440,
     "tools and rewards": 2780,
-    "tests": 34630,
-    "docs": 3920,
+    "tests": 34230,
+    "docs": 3915,
     "recipes": 2566,
     "root": 437,
     "results, bytes": 123500,
     "notebooks, bytes": 106336,
     "data, bytes": 2181236,
     "own recipe keys": 59,
-    "fmt: skip and fmt: off": 480,
+    "fmt: skip and fmt: off": 476,
     "public names without a docstring": 41,
 }
 

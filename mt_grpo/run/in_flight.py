@@ -293,7 +293,7 @@ class InFlight(TrainerCallback):
             num_retries += retries
             if not num_missing:
                 break
-            what = f"a vLLM server was lost during rollouts. {num_missing} conversations are restarted"
+            what = f"a server was lost during rollouts. {num_missing} conversations are restarted"
             logger.warning(f"Step {trainer.state.global_step}: {what}.")
             num_restarted += num_missing
             if num_without:
@@ -301,7 +301,7 @@ class InFlight(TrainerCallback):
                 if trainer.weight_sync is not None:
                     trainer.weight_sync.doubted = True
         else:
-            raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
+            raise RunError(f"The server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
         return [found[i] for i in places], {
             "rollout/restarted": num_restarted,
             "rollout/retries": num_retries,

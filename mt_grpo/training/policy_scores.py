@@ -125,7 +125,7 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
                 continue
             if asked and all(map(holds, asked)):
                 return dict(zip(pairs, found, strict=True))
-        raise RunError(f"policy.logprobs: in {TRIES} tries no vLLM server answered that holds the weights. {problem}")
+        raise RunError(f"policy.logprobs: in {TRIES} tries no server answered that holds the weights. {problem}")
 
     return PolicyScores(ask, written, client.max_model_len)
 
@@ -163,5 +163,5 @@ def policy_of(trainer: Any) -> PolicyScores:
             raise RunError("policy: the server samples with an adapter. Set weight_sync: disk or nccl, to merge it.")
         return scores_of_servers(trainer.client, written, lambda: trainer.weight_sync.pushed)
     if trainer._is_sharded:
-        raise RunError("policy: of a model that DeepSpeed or FSDP shards only a vLLM server scores the policy.")
+        raise RunError("policy: of a model that DeepSpeed or FSDP shards only a server scores the policy.")
     return scores_of_model(trainer.model, written, trainer.accelerator.autocast)

@@ -46,7 +46,7 @@ def test_the_gradient_is_that_of_the_step(edit, with_rewards, random_model, tmp_
         assert again["log"][name] == pytest.approx(first["log"][name], rel=1e-6), name
 
 
-def test_another_credit_and_one_step_or_all(random_model, tmp_path):
+def test_another_credit_on_the_same_conversations(random_model, tmp_path):
     first = batch.train(random_model, tmp_path / "first", None, batch.Near, **SETTINGS)
     other = batch.train(random_model, tmp_path / "other", None, batch.Near, credit_assignment="zero_sum", **SETTINGS)
     again = train_again(random_model, tmp_path / "again", tmp_path / "first", credit_assignment="zero_sum")

@@ -40,7 +40,7 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts
-from mt_grpo.recipe.data import load_rows, make_arithmetic
+from mt_grpo.recipe.data import load_rows, make_arithmetic, with_prompts
 from mt_grpo.recipe.parse import OF_TRL, check_values, default_of, known_keys, read_recipe
 from mt_grpo.recipe.plugins import import_file, module_name
 from mt_grpo.reports.preflight import facts_of_settings, troubles
@@ -798,6 +798,8 @@ def test_data_that_is_good_in_spite_of_its_looks(tmp_path):
     rows = load_rows(str(tmp_path / "data.jsonl"), "train")
     assert rows["prompt"] == [[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "ab"}]]
     assert (rows["answer"], rows["level"]) == (["2", None], [None, 3])
+    arrays = Dataset.from_list([{"question": "q", "answer": [1, 2]}]).with_format("numpy")
+    assert with_prompts(arrays, "train_dataset")[0]["answer"].tolist() == [1, 2]
 
 
 def test_a_history_of_openais_api_is_read(random_model, tmp_path):
@@ -835,6 +837,21 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
     trainer.train_dataset = Rows([])
     with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts"):
         trainer.train()
+    with pytest.raises(ValueError, match="The training set has 1 rows. A batch needs"):
+        recipe |= {"dataset_size": 1, "gradient_accumulation_steps": 2}
+        mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_preflight_closes_the_client_of_its_server(fails, parse, tmp_path, monkeypatch):
+    """Before the interpreter ends, when no host's name would be found and an adapter would stay on the server."""
+    closed = []
+    trainer = SimpleNamespace(close_client=lambda: closed.append(True))
+    monkeypatch.setattr(mt, "build_trainer", lambda *args: trainer)
+    monkeypatch.setattr(mt, "run_preflight", lambda trainer: int(fails))
+    with pytest.raises(SystemExit, match=str(int(fails))):
+        mt.main(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--preflight"])
+    assert closed == [True]
 
 
 def change_model(folder: Path, model: str, name: str, text: str | None) -> str:

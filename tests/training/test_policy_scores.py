@@ -189,7 +189,7 @@ def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(monkeypatch):
         servers[0].score = restarted
         assert policy.logprobs([[k] for k in range(1, 7)], [[7]] * 6) == [[1.0]] * 6, lost
     servers[1].lost = True
-    with pytest.raises(RunError, match="in 3 tries no vLLM server answered that holds the weights.*No server"):
+    with pytest.raises(RunError, match="in 3 tries no server answered that holds the weights.*No server"):
         policy.logprobs([[1]], [[7]])
     assert policy.logprobs([], []) == []  # nothing is asked of anybody
     assert of_servers(Server(5), pushed=None).logprobs([[1]], [[7]]) == [[5.0]]  # an evaluation has pushed nothing

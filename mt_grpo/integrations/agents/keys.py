@@ -21,7 +21,7 @@ class AgentKeys:
         needs=AGENT,
     )
     agent_timeout: float = key(
-        600.0, "Seconds of the agent's own for one row, without its waits for the policy; then its outcome is 0",
+        600.0, "Seconds per row, not counting waits for the policy; after them the outcome is 0",
         within="(0, inf)", needs=AGENT,
     )  # fmt: skip
     max_model_calls: int = key(
