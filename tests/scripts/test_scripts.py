@@ -448,7 +448,7 @@ PLAN = {
     "starts_server": True, "uses_server": True, "num_processes": 2, "trainer_gpus": "", "tensor_parallel": 1,
     "deepspeed": False, "model": "m", "revision": "main", "engine": "vllm", "trust_remote_code": False,
     "max_model_len": 99, "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None,
-    "images": False, "precision": "no",
+    "images": False, "precision": "no", "preflight": False,
 }  # fmt: skip
 STAND_IN = f"""#!{sys.executable}
 import http.server, json, os, signal, subprocess, sys, tempfile, threading, time

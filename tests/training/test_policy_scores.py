@@ -83,7 +83,7 @@ def test_engines_adapters_and_sharded_weights(tiny):
     pool = SimpleNamespace(servers=[SimpleNamespace(adapter=None), SimpleNamespace(adapter="v1")])
     with pytest.raises(RunError, match="samples with an adapter.*Set weight_sync: disk"):
         policy_of(trainer_of(backend="server", client=pool))
-    with pytest.raises(RunError, match="a model that DeepSpeed or FSDP shards.*vLLM server scores the policy"):
+    with pytest.raises(RunError, match="a model that DeepSpeed or FSDP shards.*server scores the policy"):
         policy_of(trainer_of(backend="transformers", _is_sharded=True))
 
 
