@@ -230,14 +230,14 @@ def section(results: dict[str, Any]) -> str:
     """Of each task the means over seeds on the held-out questions, then each seed, and tests against `mt_grpo`."""
     lines: list[str] = []
     for task, settings in TASKS.items():
-        runs = [run for run in results["runs"] if run["task"] == task]
-        if runs:
-            lines += [f"**{settings['title']}** (`{task}`)", "", *tables(results["before"][task], runs), ""]
+        again = results.get("again", {}).get(task, {})
+        if runs := [run for run in results["runs"] if run["task"] == task]:
+            lines += [f"**{settings['title']}** (`{task}`)", "", *tables(results["before"][task], runs, again), ""]
     return "\n".join(lines).rstrip()
 
 
-def tables(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
-    """The table, the tests and the costs of one task, as lines."""
+def tables(before: dict[str, Any], runs: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
+    """The table, the tests and the costs of one task, as lines. `again`: method -> how -> label -> values by seed."""
     methods = {name: [run for run in runs if run["method"] == name] for name in METHODS}
     methods = {name: of for name, of in methods.items() if of}
     lines = [f"| | before |{''.join(f' `{name}` |' for name in methods)}", "|---|---|" + "---|" * len(methods)]
@@ -250,15 +250,18 @@ def tables(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
     for label in PERPLEXITIES if PERPLEXITIES[0] in before else ():
         cells = [cell([run[label] for run in of]) for of in methods.values()]
         lines.append(f"| {label} | {cell([before[label]])} | {' | '.join(cells)} |")
+    for label, how in itertools.product(COMPARED, ("sampled", "greedy") if again else ()):
+        cells = [cell(again.get(name, {}).get(how, {}).get(label, [])) for name in methods]
+        lines.append(f"| {label}, {how}, run again | | {' | '.join(cells)} |")
     signal = [cell([run["no_signal"] for run in of]) for of in methods.values()]
     lines.append(f"| groups without signal | | {' | '.join(signal)} |")
     for label in COMPARED:
         cells = [", ".join(f"{run['sampled'][label]:.2f}" for run in of) for of in methods.values()]
         lines.append(f"| {label}, sampled, by seed | | {' | '.join(cells)} |")
-    return [*lines, "", *compared(methods), costs(runs)]
+    return [*lines, "", *compared(methods, again), costs(runs)]
 
 
-def compared(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
+def compared(methods: dict[str, list[dict[str, Any]]], again: dict[str, Any]) -> list[str]:
     """A sentence for each method that has a test against `mt_grpo`."""
     lines = []
     for name, runs in methods.items():
@@ -270,6 +273,9 @@ def compared(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
         for label in COMPARED:
             pair = [[run["sampled"][label] for run in each] for each in (against, runs)]
             found.append(f"{stats.mannwhitneyu(*pair).pvalue:.2g} for {label}, sampled (Mann and Whitney)")
+            if name in again:
+                pair = [again[each]["sampled"][label] for each in ("mt_grpo", name)]
+                found[-1] += f" and {stats.mannwhitneyu(*pair).pvalue:.2g} when run again"
         lines += [f"`mt_grpo` against `{name}`: p = {', '.join(found)}.", ""]
     return lines
 
