@@ -62,6 +62,7 @@ def build_trainer(side: str, shape: dict[str, Any], prompts: list[str], folder: 
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+    from trl.generation.vllm_client import VLLMClient
     from trl.trainer import grpo_trainer
 
     import mt_grpo_trainer as mt
@@ -90,8 +91,6 @@ def build_trainer(side: str, shape: dict[str, Any], prompts: list[str], folder: 
         settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": shape["urls"][side]}
     if "trl" in side:
         if not on_gpu:  # NCCL has no CPUs
-            from trl.generation.vllm_client import VLLMClient
-
             VLLMClient.init_communicator = VLLMClient.update_named_params = lambda *args, **kwargs: None
         call = [{"type": "function", "function": CALL}]
         grpo_trainer.parse_response = lambda *args, **kwargs: {"role": "assistant", "content": "", "tool_calls": call}
@@ -177,6 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     if options is None:
         return
     os.environ |= {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {} if options.servers else {"CUDA_VISIBLE_DEVICES": ""}  # the table's machine has none
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
     results = run(options.short, SERVERS if options.servers else SIDES)
     if options.servers and not options.short:

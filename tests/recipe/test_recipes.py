@@ -42,7 +42,7 @@ from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts
 from mt_grpo.recipe.data import load_rows, make_arithmetic, with_prompts
 from mt_grpo.recipe.parse import OF_TRL, check_values, default_of, known_keys, read_recipe
-from mt_grpo.recipe.plugins import import_file, module_name
+from mt_grpo.recipe.plugins import import_file, load_splits, module_name
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.training.rewards import weights_of
@@ -928,3 +928,19 @@ def test_a_prompt_in_which_no_known_speaker_asks(role):
     rows = Dataset.from_list([{"prompt": [{"role": role, "content": "2 + 2?"}]}])
     with pytest.raises(ValueError, match=f"train_dataset, row 0: the prompt has the unknown role {role!r}"):
         check_dataset(rows, "train_dataset", None)
+
+
+def test_a_best_metric_that_no_evaluation_has_ends_the_run():
+    """As a `RunError`, after which the run saves itself."""
+    trainer = SimpleNamespace(args=SimpleNamespace(metric_for_best_model="exact_match"))
+    with pytest.raises(RunError, match="eval_exact_match is not one of eval_reward"):
+        mt.ResumableTrainer._determine_best_metric(trainer, {"eval_reward": 1.0}, None)
+
+
+def test_a_file_without_splits_is_told_of(tmp_path, caplog):
+    (tmp_path / "data.jsonl").write_text(ROW)
+    script_args = mt.MTGRPOScriptArguments(dataset_name=str(tmp_path / "data.jsonl"))
+    load_splits(script_args, "no")
+    assert not caplog.text
+    load_splits(script_args, "steps")
+    assert "has no splits: evaluations are of rows that are trained on" in caplog.text

@@ -11,7 +11,7 @@ from mt_grpo.conversation.formats.choose import HermesFormat
 
 @pytest.mark.parametrize("side", ["trl", "in process"])
 def test_a_side_takes_its_step_with_all_turns(side, tmp_path, monkeypatch):
-    """`build_trainer` checks the number of turns itself; a test that gets no calls does not pass that."""
+    """`build_trainer` raises for a step whose conversations have fewer turns."""
     monkeypatch.setattr(bench, "MODEL", ROOT / "hf_recipes/tiny/calculator-hermes-model")
     monkeypatch.setattr(bench, "TOKENS", 8)
     for owner, name in ((grpo_trainer, "parse_response"), (HermesFormat, "parse_text")):

@@ -139,3 +139,10 @@ def test_rollouts_with_images_are_refused(run, tmp_path, capsys):
     write_rollouts(tmp_path / "rollouts.rank0.jsonl", rows)
     with pytest.raises(SystemExit, match="read images, which the log has by name alone"):
         export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])
+
+
+@pytest.mark.parametrize(("stop", "kept"), [("answer", 1), ("max_tokens", 0), ("agent_timeout", 0)])
+def test_what_a_budget_cut_off_is_left_out(stop, kept):
+    row = {"mode": "train", "step": 0, "stop_reason": stop, "error": None, "reward": 1.0, "rewards": {}}
+    row |= {"turns": [{"finish_reason": "stop"}], "messages": [], "num_prompt_messages": 0}
+    assert len(export_sft.chosen([row], None, {}, None)) == kept

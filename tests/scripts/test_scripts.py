@@ -294,6 +294,21 @@ def test_what_was_found_and_what_rewards_get(turns, source, found, outcome, scri
     assert (result["result_found"], result["rewards"]["outcome"]) == (found, outcome)
 
 
+def test_a_lora_is_evaluated_on_the_revision_that_it_was_trained_on(random_model, recipe, tmp_path, monkeypatch):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(random_model)}))
+    _, args, model_args = ev.load_recipe(recipe, ["--model_name_or_path", str(random_model), "--model_revision", "v2"])
+    asked, load = [], ev.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(path, revision, **how):
+        asked.append((str(path), revision))
+        return load(random_model)
+
+    monkeypatch.setattr(ev.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    for path, revision in ((str(tmp_path), "v2"), (str(random_model), "v2"), (str(tmp_path / "other"), "main")):
+        ev.load_model(path, args, model_args)
+        assert asked.pop() == (path, revision)
+
+
 def test_greedy_takes_the_most_probable_token(scripted, random_model, recipe):
     """Whatever the seed and the temperature. Sampling differs by seed. A server is asked for it, too."""
     _, args, model_args = parsed = ev.load_recipe(recipe, ["--temperature", "1.7"])
