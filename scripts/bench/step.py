@@ -441,12 +441,9 @@ def run_agents(shape: Shape, threads: int) -> Iterator[dict[str, Any]]:
     """A row of figures for each number of turns."""
     for num_turns in shape["turns"]:
         conversations = make_agents(shape, num_turns)
-        with both_sides(shape, conversations, threads, KEEP) as sides:
+        with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
             sides["ours"]("step")  # the one that proves its rows
             taken = [(name, sides[name]("step")) for name in [*AGENTS][::-1] + [*AGENTS][1:]]
-        with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
-            for name in ("ours", *AGENTS):
-                sides[name]("step")
             reports = {name: ask("report") for name, ask in sides.items()}
         ours, dense = (reports[name]["gradient"] for name in ("ours", "turns"))
         trained = sum(len(turn["token_ids"]) for each in conversations for turn in each["turns"])
