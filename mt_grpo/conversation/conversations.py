@@ -364,8 +364,8 @@ def sampling_defaults() -> dict[str, Any]:
 
 def sampling_params(args: Any) -> dict[str, Any]:
     """The sampling parameters of a recipe: TRL's settings, overridden by `generation_kwargs`."""
-    params = {name: getattr(args, name) for name in sampling_defaults()}
-    return {**params, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}
+    given = {name: getattr(args, name) for name in sampling_defaults()} | (args.generation_kwargs or {})
+    return sampling_defaults() | {key: value for key, value in given.items() if value is not None}
 
 
 SAMPLING_KEYS = {  # keys that a request may contain besides the prompt; a server silently ignores unknown keys

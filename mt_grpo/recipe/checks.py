@@ -15,7 +15,8 @@ from typing import Any
 
 from datasets import Dataset
 from packaging.requirements import Requirement
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin, Trainer
+from transformers.integrations import get_available_reporting_integrations
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError
@@ -85,6 +86,15 @@ def check_config(args: GRPOConfig) -> None:
         raise ValueError(f"optim={optimizer!r} steps inside each backward pass, of which a step here has several.")
     if optimizer.startswith("schedule_free") and args.use_vllm and args.eval_strategy != "no":
         raise ValueError(f"optim={optimizer!r}: rollouts after an evaluation have its averages. Do not evaluate.")
+    installed = {"azure_ml", "flyte", *get_available_reporting_integrations()}  # two may be installed and not in it
+    if missing := ", ".join(sorted(set(args.report_to) - installed)):
+        raise ValueError(f"report_to: {missing}: not installed here, or not known. pip install it, or set none.")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        raise ValueError(f"optim={optimizer!r}: {error}") from None
+    except ValueError:
+        pass  # it asks for the model, and is asked again with it
     check_generation_kwargs(args, backend)
     if args.max_staleness:
         where, mode = f"max_staleness={args.max_staleness}", args.vllm_importance_sampling_mode

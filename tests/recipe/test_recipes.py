@@ -33,7 +33,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.errors import RunError
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.conversations import read_prompt_examples
+from mt_grpo.conversation.conversations import read_prompt_examples, sampling_params
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
@@ -544,6 +544,8 @@ def test_refused_keys(parse):
     ({"optim": "adalomo"}, "steps inside each backward pass"),
     ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "loss does not fall"),
     ({"optim": "schedule_free_adamw", "use_vllm": True, "vllm_mode": "server", "eval_strategy": "epoch"}, "averages"),
+    ({"report_to": "neptune"}, "^report_to: neptune: not installed"), ({"report_to": ["wanb"]}, "wanb: not installed"),
+    ({"optim": "paged_lion_8bit"}, "^optim='paged_lion_8bit': .*bitsandbytes"),
     ({"accelerator_config": {"split_batches": True}}, "some prompts would never be trained"),
     ({"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size"),
     *(({"generation_kwargs": {key: value}}, f"generation_kwargs: '{key}'") for key, value in
@@ -593,6 +595,8 @@ def test_sampling_keys_reach_the_backend(random_model, tmp_path):
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
     for given in (trainer._sampling_params, trainer.generation_config.to_dict(), trainer.generation_kwargs):
         assert expected.items() <= given.items()
+    args = SimpleNamespace(**keys, generation_kwargs={"top_k": None})  # a server would take the model's own for null
+    assert sampling_params(args) == {**keys, "top_k": 0}
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
