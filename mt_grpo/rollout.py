@@ -43,7 +43,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call that the model wrote. `error` says why it cannot run, as the model reads it; None: it can run."""
+    """One tool call that the model wrote. `error` says why it cannot be read, and its result why it cannot run."""
 
     name: str | None
     arguments: dict[str, Any]

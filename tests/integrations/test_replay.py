@@ -69,17 +69,18 @@ def test_one_step_or_all(changes, random_model, tmp_path):
 
 
 def test_each_rank_takes_its_own_rollouts(random_model, tmp_path, monkeypatch):
-    """Four ranks with two rollouts each of groups of four."""
+    """Four ranks with two rollouts each of groups of four. States that the run did not ask for are asked now."""
     batch.train(random_model, tmp_path / "first", None, batch.Near, log_rollout_tokens=True)
     config = MTGRPOConfig(**SMALL, output_dir=str(tmp_path), per_device_train_batch_size=8, num_generations=4)
     script_args = SimpleNamespace(train_from_rollouts=str(tmp_path / "first"), reward_fn=None)
-    env = replaying(script_args, config, MultiTurnToolEnv)([], None)
+    env = replaying(script_args, config, MultiTurnToolEnv)([], None, state_key=len)  # the log has no keys
     rows, found = data_rows(str(tmp_path / "first")), []
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         found += env.start([], rows=[rows[rank // 2]] * 2)
     texts = [each.turns[0].text for each in found]
     assert [f"rollout {i} of" in text for i, text in enumerate(texts)] == [True] * 8
+    assert all([turn.state_key for turn in each.turns] == [*range(len(each.turns))] for each in found)
 
 
 def test_a_turn_comes_back_as_it_was():

@@ -112,6 +112,9 @@ def replaying(script_args: Any, args: Any, conversation: type) -> type:
         def again(self, row: dict[str, Any], of_log: dict[str, Any]) -> Rollout:
             """The rollout of a row of the log. `environment` is an instance that was never reset."""
             rollout = rollout_of(of_log, row, rewards)
+            for k, turn in enumerate(rollout.turns):  # the run that wrote the log may have asked for no states
+                if turn.state_key is None and self.state_key is not None:
+                    turn.state_key = self.state_key(rollout.turns[:k])
             if self.environments is not None:
                 rollout.environment = object.__new__(self.environments.class_of(row))
             return rollout
