@@ -30,7 +30,8 @@ SCALE = 0.1  # factor of the reward: good searches gain a few nats per token
 
 def _words(text: str) -> str:
     """Return the words of a text without case and punctuation, with outer spaces; a number keeps its minus."""
-    text = re.sub(r"(?<![\w.])-(?=\d)", "minus ", text.casefold())
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.casefold())  # 1,007
+    text = re.sub(r"(?<![\w.])-(?=\d)", "minus ", text)
     text = "".join(" " if c in string.punctuation else c for c in text)
     return f" {' '.join(word for word in text.split() if word not in ('a', 'an', 'the'))} "
 
@@ -111,9 +112,9 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     """Reward the right answer: 1.0 if the last turn's answer has the words of an accepted one. None: the row has none.
 
     >>> from mt_grpo.rollout import Turn
-    >>> turn = Turn([], None, "", "stop", answer="the FRANCE.")
-    >>> exact_match_reward_func(rollout_turns=[[turn]] * 3, answer=[["France"], ["Spain"], []])
-    [1.0, 0.0, None]
+    >>> turns = [[Turn([], None, "", "stop", answer=answer)] for answer in ("the FRANCE.", "Spain", "1007", "1")]
+    >>> exact_match_reward_func(rollout_turns=turns, answer=[["France"], ["France"], ["#### 1,007"], []])
+    [1.0, 0.0, 1.0, None]
     """
     rewards = []
     for turns, golds in zip(rollout_turns, map(_golds, answer), strict=True):

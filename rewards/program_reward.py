@@ -5,7 +5,7 @@ gsm8k_reward.py, whose outcome rewards these are, calculator_reward.py and squad
 """
 
 import re
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Any
 
 from gsm8k_reward import OUTCOME_REWARD_FUNCS, _gold  # noqa: F401  the recipe's loader reads the list
@@ -23,7 +23,7 @@ def answer_printed_reward_func(
     guess. None for a turn that ran no program, and for all turns if the row has no gold number.
 
     >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
-    >>> texts = "17 or 18 or 19", "eggs left:\\nThe answer is 18.0.", "18"
+    >>> texts = "17 or 18 or 19", "eggs left:\\nThe answer is 18.000000000000004.", "18"
     >>> turns = [Turn([], None, "", "stop", [ToolCall("code_interpreter", {})], [ToolResult(text)]) for text in texts]
     >>> answer_printed_reward_func(rollout_turns=[turns, turns], answer=["9 + 9 = 18\\n#### 18", "unknown"])
     [[0.0, 0.3, 0.0], None]
@@ -40,7 +40,9 @@ def answer_printed_reward_func(
 def _printed(result: Any) -> Decimal | None:
     """Return the last number of a result's last line, None if there is none or the program failed."""
     numbers = [] if result.error else _NUMBERS.findall(result.text.rstrip().rpartition("\n")[2])
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    number = Decimal(numbers[-1].replace(",", "")) if numbers else None
+    # Of a float 12 digits count: 100 * 1.1 prints 110.00000000000001.
+    return Context(12).plus(number) if numbers and "." in numbers[-1] else number
 
 
 TURN_REWARD_FUNCS = [answer_printed_reward_func, call_ran_reward_func]

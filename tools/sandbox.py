@@ -29,7 +29,7 @@ class Sandbox:
         command = ["bash", "-c", limits, sys.executable, pathlib.Path(name).name]
         with tempfile.TemporaryFile() as output:  # a pipe would stay open as long as any process of the program
             files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            code = subprocess.run(command, cwd=self.folder, env={}, **files).returncode
+            code = subprocess.run(command, cwd=self.folder, env={}, timeout=self.seconds + 5, **files).returncode
             output.seek(0)
             return f"{output.read(4000).decode(errors='replace')}[exit code {code}]"
 

@@ -141,9 +141,10 @@ def _search_local(query: str, topk: int) -> list[tuple[str, str]]:
 
 def ranked(query: str, topk: int) -> list[tuple[str, str, str, float]]:
     """Return (id, title, text, BM25 rank) of the best passages of the local corpus, best (lowest rank) first."""
-    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
+    words = {word.lower(): word for word in re.findall(r"\w+", query)}  # lower() gives some letters an accent apart
+    chosen = [word for lower, word in words.items() if lower not in STOP_WORDS.split()] or words.values()
     # INVARIANT: a word holds no quotation mark, so that the quotes leave no FTS syntax of the query alive.
-    match = " OR ".join(f'"{word}"' for word in [word for word in words if word not in STOP_WORDS.split()] or words)
+    match = " OR ".join(f'"{word}"' for word in chosen)
     if not match:
         return []
     rows = _index().execute(

@@ -225,6 +225,21 @@ async def a_stop_text_that_is_put_back(row, client):
     await ask(client, [user("a"), {**said, "content": "1 ENDE"}, user("b")], stop=["END"])  # another text
 
 
+@records([[0]], "<think>so END more</think> ok")
+async def a_stop_text_in_thinking(row, client):
+    assert (await ask(client, [user("a")], stop=["END"]))["reasoning_content"] == "so"
+
+
+TAG = "Write the tag <think> "
+
+
+@records([[0], [1, 2], [3], [4, 5]], "if x:\n  y\nz", "if x:\n  y\n  z", "2", f"{TAG}first.", f"{TAG}never.", "5")
+async def answers_that_differ_in_white_space_or_behind_a_tag(row, client):
+    for text in "ab":
+        said = [await ask(client, [user(text)]) for _ in range(2)]
+        await ask(client, [user(text), said[1], user("c")])
+
+
 @records([[0, 1, 4], [2, 3]], f"{CALL}\n{CALL}", "ok", max_completion_length=2000)
 async def exchanged_results(row, client):
     start = [user("a")]
@@ -484,6 +499,13 @@ def test_the_token_budget_holds_exactly():
     rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.05)
     assert sum(len(turn.token_ids) for turn in rollout.turns) == 20 and rollout.reward == 0.5
     assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.turns[-1].finish_reason == "length"
+
+    async def agent(row, client):
+        messages = [user("a"), await ask(client, [user("a")]), user("x " * 100)]
+        await client.chat.completions.create(model="policy", messages=messages, n=4)  # read once
+
+    rollout, _ = run(agent, "1", max_completion_length=300)
+    assert [turn.trained for turn in rollout.turns] == [True] * 5
 
 
 def test_an_agents_time():

@@ -270,9 +270,11 @@ def test_a_mask_chooses_among_what_was_sampled():
 
 
 @pytest.mark.contract("math_tip_trick", "check_finished", "math_tip_trick_multi_turn")
-def test_tips_token_for_token():
+def test_tips_token_for_token(monkeypatch):
     """`math_tip_trick`: what stands from the answer on is neither read nor trained."""
     solution = {"solution": "3"}
+    monkeypatch.setattr(swift_paths.rewards, "SECONDS", 0.5)
+    monkeypatch.setattr(swift_paths.rewards, "WORKERS", [])
     rollout, _ = run(MathTipsScheduler, "so <answer>2</answer>", "<answer>3</answer>", row=solution, max_turns=3)
     second = ids("<answer>3</answer>") + END
     (record,) = trained_records(rollout)
@@ -289,6 +291,9 @@ def test_tips_token_for_token():
     (record,) = trained_records(rollout)
     assert record.completion_ids == ids("<answer>3</answer>") + END
     assert TOKENIZER.decode(record.prompt_ids).endswith("assistant\nBut wait... It seems I made a mistake,")
+
+    rollout, _ = run(MathTipsScheduler, "<answer>$9^{9^{9}}$</answer>", said[1], row=solution, max_turns=3)
+    assert len(rollout.turns) == 2  # a comparison without end is ended
 
     def empties(self, request, choice, turn):
         request.messages[-1]["content"] = ""

@@ -56,7 +56,7 @@ def run_call(call: Any) -> str:
         if call.function.name != "calculator":
             raise ValueError(f"there is no tool {call.function.name!r}")
         return calculator(**json.loads(call.function.arguments))
-    except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
+    except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         return f"Error: {error}"
 
 

@@ -5,36 +5,28 @@
 
 from typing import Any
 
-from agents import (
-    Agent,
-    ModelBehaviorError,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)
+import agents
 from calculator import calculator
 
-set_tracing_disabled(True)  # traces would be sent to OpenAI
-CALCULATOR = function_tool(calculator)  # the policy reads the text of its errors
+agents.set_tracing_disabled(True)  # traces would be sent to OpenAI
+CALCULATOR = agents.function_tool(calculator)  # the policy reads the text of its errors
 
 
 async def run(row: dict[str, Any], model: Any) -> float:
     """Run the agent with a model. Returns 1 for the right answer, else 0."""
-    agent = Agent("solver", instructions="Use the calculator, then answer.", tools=[CALCULATOR], model=model)
+    agent = agents.Agent("solver", instructions="Use the calculator, then answer.", tools=[CALCULATOR], model=model)
     try:
-        result = await Runner.run(agent, row["question"], max_turns=20)
-    except ModelBehaviorError:  # such as an unknown tool: the policy's mistake, from which it should learn
+        result = await agents.Runner.run(agent, row["question"], max_turns=20)
+    except (agents.MaxTurnsExceeded, agents.ModelBehaviorError):  # the policy's mistakes, from which it should learn
         return 0.0
     return float(str(result.final_output).strip() == row["answer"])
 
 
 async def solve(row: dict[str, Any], client: Any) -> float:
     """Solve a row over /v1/chat/completions."""
-    return await run(row, OpenAIChatCompletionsModel("policy", client))
+    return await run(row, agents.OpenAIChatCompletionsModel("policy", client))
 
 
 async def respond(row: dict[str, Any], client: Any) -> float:
     """Solve a row over /v1/responses."""
-    return await run(row, OpenAIResponsesModel("policy", client))
+    return await run(row, agents.OpenAIResponsesModel("policy", client))

@@ -45,10 +45,10 @@ class BashAgent(BaseAgent):
 
 
 async def run_call(call, environment) -> str:
-    """Run a call in the task's environment. Returns what the policy reads."""
+    """Run a call in the task's environment. Returns what the policy reads, from a file: a pipe may stay open."""
     try:
-        command = json.loads(call.function.arguments)["command"]
-        result = await environment.exec(f"timeout -k 2 20 bash -c {shlex.quote(command)} 2>&1 | head -c 4000")
+        command = shlex.quote(json.loads(call.function.arguments)["command"])
+        result = await environment.exec(f"f=$(mktemp); timeout -k 2 20 bash -c {command} >$f 2>&1; head -c 4000 $f")
     except (ValueError, LookupError, TypeError) as error:
         return f"Error: {error!r}"
     return result.stdout or "(no output)"

@@ -23,7 +23,7 @@ def calculator(expression: Annotated[str, Field(description=EXPRESSION)]) -> str
     """Compute an expression. The model reads the error of an invalid one."""
     try:
         return compute(expression)
-    except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
+    except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ToolError(str(error)) from None
 
 

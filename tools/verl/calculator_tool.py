@@ -26,7 +26,7 @@ class CalculatorTool(BaseTool):
         """Run one call. A successful call earns `config.reward` as turn reward."""
         try:
             result = calculator(parameters["expression"])
-        except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:
+        except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
             return ToolResponse(text=f"Error: {error}"), 0.0, {"failed": 1}
         self.last[instance_id]["result"] = result
         return ToolResponse(text=result), self.config.get("reward", 0.0), {"failed": 0}

@@ -29,7 +29,7 @@ def plain_text(text: str, thinking: tuple[str, str]) -> str:
     'It is 4.'
     """
     opening, closing = map(str.strip, thinking)
-    text = re.sub(f"{re.escape(opening)}.*?(?:{re.escape(closing)}|$)", "", text, flags=re.DOTALL)
+    text = re.sub(rf"\A\s*{re.escape(opening)}.*?(?:{re.escape(closing)}|$)", "", text, flags=re.DOTALL)
     return collapsed(text.rpartition(closing)[2])
 
 
@@ -116,15 +116,19 @@ class Completion(Sampled):
         """All that was read and sampled."""
         return self.prompt_ids + self.turn.token_ids
 
-    def told_apart(self, messages: list[Message]) -> tuple[int, int]:
-        """How many answers up to this one a conversation, which says the same, has by signature, and by thinking."""
-        signed, thought, each = 0, 0, self
+    def told_apart(self, messages: list[Message]) -> tuple[int, int, int]:
+        """How many answers up to this one a conversation has by signature, by thinking, and to the character.
+
+        It says the same.
+        """
+        signed, thought, exact, each = 0, 0, 0, self
         while each is not None:
             sent = messages[len(each.keys) - 1]
             signed += sent.get("signature") == each.answer.signature
             thought += (sent.get("reasoning_content") or "").strip() == each.answer.reasoning.strip()
+            exact += sent["content"].strip() == each.answer.content.strip()
             each = each.parent
-        return signed, thought
+        return signed, thought, exact
 
     @functools.cached_property
     def _pattern(self) -> re.Pattern:
@@ -197,10 +201,10 @@ class Chains:
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
 
         def rank(found: Completion) -> tuple:  # two conversations may say the same
-            signed, thought = found.told_apart(request.messages)
+            signed, thought, exact = found.told_apart(request.messages)
             thought, same_model = thought * self.sends_thinking, found.request.trained == request.trained
             called = len(found.call_ids & ids)
-            return signed, called, thought, same_model, found.received, not found.continued, -found.number
+            return signed, called, thought, exact, same_model, found.received, not found.continued, -found.number
 
         found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
         longest = max((len(each.keys) for each in found), default=0)

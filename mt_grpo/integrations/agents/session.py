@@ -328,9 +328,10 @@ class AgentSession(RolloutSession):
             parent.continued += 1
 
         async def one(number: int) -> Answer:
-            turn = await self._sample(request, prompt_ids, len(fresh))
+            size = len(fresh) if number == asked.numbers[0] else 0  # all of them read it, and it counts once
+            turn = await self._sample(request, prompt_ids, size)
             answer = self._answer(request, turn, prompt_ids, number)
-            between, size = fresh if parent else None, len(fresh)
+            between = fresh if parent else None
             read = (number, request.messages, prompt_ids, turn, parent, said, between, size)
             self.chains.add(Completion(*read, asked, request, [], answer))
             return answer
@@ -381,7 +382,7 @@ class AgentSession(RolloutSession):
             if self.format.several or len(syntax.split(text, tools)[0]) < 2:
                 calls, text = syntax.split(text, tools, broken=False)
         for each in request.stops:
-            text = text.partition(each)[0]
+            thinking, text = thinking.partition(each)[0], text.partition(each)[0]
         stop = next((stop for stop in request.stops if stop in turn.text), None)
         text = self.format.content(text)
         written = []
