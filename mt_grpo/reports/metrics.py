@@ -84,7 +84,7 @@ def reward_metrics(logged: torch.Tensor, reward: torch.Tensor, names: list[str])
 
 def log_rewards(metrics: dict[str, list[float]], batch: Batch, names: list[str]) -> None:
     """Log `reward_metrics` in place of TRL's, which count numbers of weight 0 and rollouts without a score."""
-    for name, value in reward_metrics(batch.logged, batch.reward, names).items():
+    for name, value in reward_metrics(batch.logged.cpu(), batch.reward, names).items():
         metrics[name] = metrics[name][: None if name.rpartition("/")[2].startswith("frac") else -1] + [value]
 
 
