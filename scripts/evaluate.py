@@ -162,8 +162,8 @@ def evaluate(
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
         `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None without tools),
         `result_found` (share for which a reward function says so; without one, of which a tool's result was the
-        answer itself), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries that the rewards
-        cannot tell are None.
+        answer itself), `mean_turns`, `failed` (share of rollouts whose environment or agent failed, which no reward
+        counts), `stop_reasons` (shares), and what was evaluated. Entries that the rewards cannot tell are None.
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -231,7 +231,7 @@ def evaluate(
     exact = next((scores[name] for name in functions.outcome_names if "exact_match" in name), None)
     found = next((scores[name] for name in functions.turn_names if any(n in name for n in RESULT_FOUND)), None)
     if found:  # who read no result found nothing, unless the row has no answer
-        read = [any(turn.results for turn in rollout.turns) for rollout in rollouts]
+        read = [rollout.failed or any(turn.results for turn in rollout.turns) for rollout in rollouts]
         missed = [not any_read and row.get("answer") is not None for any_read, row in zip(read, repeated, strict=True)]
         found = [0.0 if value is None and miss else value for value, miss in zip(found, missed, strict=True)]
     answers = [row.get("answer") for row in repeated]
@@ -259,7 +259,7 @@ def evaluate(
         "pass_at_k": solved and mean(solved),
         "tool_executed": mean(ran) if has_tools else None,
         "result_found": found and mean([v and float(v > 0) for v in found]),
-        "mean_turns": mean([len(r.turns) for r in rollouts]),
+        "mean_turns": mean([len(r.turns) for r in rollouts]), "failed": mean([r.failed for r in rollouts]),
         "stop_reasons": {reason: count / len(rollouts) for reason, count in stops.most_common()},
         "seconds": round(time.perf_counter() - started, 2),
         **({"conversations": conversations(rollouts[:show], scores)} if show else {}),
@@ -377,6 +377,7 @@ def table(result: dict[str, Any]) -> str:
     rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
     rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"])]
     rows = [(label, value) for label, value in rows if value is not None]  # what this task has
+    rows += [("failed, and in nothing above", result["failed"])] if result["failed"] else []
     rows.append(("mean turns", result["mean_turns"]))
     turn_rewards = without_unused(result["rewards"]["turn"])
     rows += [(f"turn reward: {name}", value) for name, value in turn_rewards.items()]

@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
+from mt_grpo.base.files import output_lock
 from mt_grpo.reports.preflight import Watch
 from mt_grpo.reports.progress import ProgressLine
 
@@ -109,6 +110,8 @@ def main(argv: list[str] | None = None) -> None:
         here = str(Path.cwd()) + "/"  # paths below it are shown as the recipe has them
         model = recipe[2].model_name_or_path.removeprefix(here)
         output = Path(recipe[1].output_dir.removeprefix(here))
+        lock = output_lock(recipe[1].output_dir)
+        lock.__enter__()  # until this function ends
         print(f"1/3 evaluating {model} on {NUM_PROBLEMS} held-out problems, sampled as in training", flush=True)
         before = evaluate(model, recipe, NUM_PROBLEMS)
         greedy = evaluate(model, recipe, NUM_PROBLEMS, greedy=True)

@@ -77,6 +77,7 @@ install_deepspeed() { # ENVIRONMENT'S-PYTHON PIP...
 
 if [[ -n "$beside" ]]; then
     python="${PYTHON:-.venv/bin/python}"
+    [[ -f "$beside/pyvenv.cfg" || -z "$(ls -A "$beside" 2>/dev/null)" ]] || die "$beside has files of something else."
     "$python" -m venv --without-pip --clear "$beside"
     packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     own="$("$beside/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
@@ -173,6 +174,8 @@ install_torch_cpu() {
     pip_install --retries 1 --timeout 60 --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_CPU"
 }
 
+declare -A other=([test]=gpu [gpu]=test) # whose build of torch pip would take for this one's, or replace
+[[ ! -e ".venv/setup-${other[$kind]:-none}.stamp" ]] || die ".venv is of --${other[$kind]}. Move it away for --$kind."
 started=$SECONDS
 rm -f .venv/setup-*.stamp # what another kind installed may be replaced now
 case "$kind" in

@@ -134,6 +134,14 @@ SAMPLING = {  # ways to the metrics of importance sampling: in the loss's own pa
 }
 
 
+ON_A_DEVICE = {  # what test_devices.py trains
+    "edited": dict(edit=edit_one, ratios=Near, log_rollout_tokens=True, failed=(3,), at_once=(5,)),
+    "evaluated": dict(evaluate=True, beta=0.1, num_iterations=2, max_steps=2),
+    "rows": dict(share_prompts=False, ratios=Near, mode="sequence_mask", old_logps="policy"),
+    "refilled": dict(refill_groups=1, ratios=Near, credit_assignment="gigpo"),
+}
+
+
 def run_on_ranks(model, out, world):
     """What test_records.py compares: gradients of histories that only grew, and of those that were cut; an error."""
     edits = {"grown": None, "cut": no_edit, "edited": edit_one}

@@ -66,8 +66,11 @@ class PictureReader:
                 return known
             if min(image.size) < 5:  # a processor would take 3 rows, or 1, for colours
                 image = image.resize((8 * image.width, 8 * image.height), Image.Resampling.NEAREST)
-            whole, size = image, None
+            whole, size, sizes = image, None, set()
             while size != image.size:  # once, except for very long ones, which a processor makes shorter each time
+                if size in sizes:
+                    raise ValueError("the processor's smallest and largest number of pixels are too close")
+                sizes.add(size)
                 image = image if size is None else whole.resize(size, self.processor.resample)
                 found = self.processor(images=[image], return_tensors="pt")
                 _, height, width = found["image_grid_thw"][0].tolist()

@@ -208,7 +208,8 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
 def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[str, Any]:
     """The metrics of the batches that a trainer has rolled out last, and what their rollouts add. Collective."""
     args, functions = trainer.args, trainer.reward_functions
-    metrics = {name: mean(values[-len(batches) :]) for name, values in trainer._metrics["train"].items() if values}
+    last = {name: values[-len(batches) :] for name, values in trainer._metrics["train"].items() if values}
+    metrics = {name: mean(list(filter(is_shown, values)) or values) for name, values in last.items()}
     rollouts = [(number, rollout) for number, batch in enumerate(batches) for rollout in batch.rollouts]
 
     def of_all_ranks(fact: Callable[[Rollout], Any]) -> list:  # of plain values, which every rank can send

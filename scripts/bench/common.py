@@ -258,8 +258,6 @@ class Frame:
 
     def report(self) -> None:
         """Write the page's section from the results file."""
-        if not self.results.is_file():
-            sys.exit(f"error: no {self.results}. Run without --report first.")
         text = self.section(json.loads(self.results.read_text(encoding="utf-8")))
         write_section(self.name, text, self.page)
         print(f"the section in {self.page}\n\n{text}")
@@ -276,10 +274,8 @@ def prepare(threads: int | None = None) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if threads:
         import torch
-        from transformers.utils.logging import disable_progress_bar
 
         torch.set_num_threads(threads)
-        disable_progress_bar()
 
 
 def train(recipe: str, output: Path, *options: Any) -> list[dict[str, Any]]:

@@ -274,7 +274,7 @@ class Server:
     def __init__(self, launch: "Launch", command: Command, port: int, name: str, log: Path):
         self.launch, self.command, self.port, self.name, self.log = launch, command, port, name, log
         self.restarted = 0
-        self.log.write_bytes(b"")
+        self.log.touch()
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:

@@ -11,6 +11,7 @@ outputs        what a scheduler returned, as turns and records
 loss           loss_scale as a mask
 schedulers     ms-swift's base classes of schedulers, and those that give tips
 rewards        ms-swift's reward classes
+math_worker    a process that compares mathematical answers
 protocol       ms-swift's requests, responses and outputs
 paths          ms-swift's import paths
 """

@@ -108,7 +108,7 @@ class SchedulerConversation:
             messages = await self.environments.open(rollout)
             session = SchedulerSession(self, rollout, llm, sampling_params, protocol_module())
             try:
-                request = self.first_request(rollout, session, messages)
+                request = await asyncio.to_thread(self.first_request, rollout, session, messages)
             except Exception as error:
                 raise SchedulerFailure(f"The row cannot be a request: {error_line(error)}") from error
             await self.run_scheduler(rollout, session, request)

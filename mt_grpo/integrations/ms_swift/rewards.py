@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.base.errors import tell_once
+
 SECONDS = 5  # of the CPU, for one comparison by math-verify
 WORKERS: list[subprocess.Popen] = []  # the process that compares, once there is one
 LOCK = threading.Lock()
@@ -69,8 +71,8 @@ class MathAccuracy(ORM):
             (worker,) = WORKERS
             worker.stdin.write(json.dumps([answer_in(solution) or solution, answer_in(text), text]) + "\n")
             worker.stdin.flush()
-            if not (line := worker.stdout.readline()):
-                worker.wait()
+            if not (line := worker.stdout.readline()) and worker.wait() > 0:  # not by the limit
+                tell_once("The process of math-verify failed, as it says above: that answer gets 0.0.", "math-verify")
             return float(line or 0)
 
 

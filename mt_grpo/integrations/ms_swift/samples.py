@@ -138,7 +138,8 @@ def without_prefill(sample: Sample, ids: list[int], mask: list[int] | None) -> t
     Raises `SchedulerFailure` if one of these has mask 1.
     """
     read = sample.prompt_ids
-    sizes = [size for size in range(len(ids)) if ids[:size] == read[len(read) - size :]]
+    ends = [0, *(size for size in range(1, len(ids)) if ids[size - 1 : size] == read[-1:])]
+    sizes = [size for size in ends if ids[:size] == read[len(read) - size :]]
     start = max(sizes, key=lambda size: (num_same(ids[size:], sample.turn.token_ids), -size), default=0)
     if mask:
         check_sampled(ids, checked_mask(ids, list(mask)), 0, start)
