@@ -130,6 +130,10 @@ def test_another_reader_reads_another_picture(folder, tmp_path):
     other, image = vision_model.reading(tmp_path).pictures, vision_model.picture(3, (112, 112))
     found = one.read(image, ""), other.read(image, "")
     assert [each.num_tokens for each in found] == [16, 4] and found[0].id != found[1].id
+    settings["size"] = {"shortest_edge": 44 * 44, "longest_edge": 44 * 44}  # no size of it is stable
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="number of pixels are too close"):
+        vision_model.reading(tmp_path).pictures.read(vision_model.picture(3, (112, 80)), "")
 
 
 FRAMES = as_bytes(vision_model.picture(0), "GIF", save_all=True, append_images=[vision_model.picture(1)])
