@@ -35,9 +35,6 @@ class There(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, dict(kwargs or {}))
 
-    def numpy(self, **kwargs):
-        raise TypeError("A tensor of the device has no array.")
-
 
 def run(func, args, kwargs):
     """The operation on the CPU, if its tensors are of one device."""

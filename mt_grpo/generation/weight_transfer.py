@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import threading
@@ -76,6 +77,12 @@ class NCCLGroup:
     def __init__(self, server: Any, port: int, device: torch.device):
         self.server, self.port, self.device = server, port, device
         self._client: Any = None  # TRL's, which holds the communicator
+        with socket.socket() as probe:  # where another program listens, the workers would wait for it for minutes
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run may just have had it
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise ServerError(f"vllm_group_port: port {port}: {error.strerror}. Set it to a free one.") from error
         self._within_limits(self._join, f"did not join the NCCL group on port {port} (vllm_group_port)")
 
     def _join(self) -> None:
@@ -330,6 +337,7 @@ class WeightTransfer:
                     for name in list(self._loaded):
                         self._unload(name, timeout=5.0)
         finally:
+            self.forget_restarted()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder_lock.close()

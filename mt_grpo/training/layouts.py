@@ -271,7 +271,7 @@ class Layout:
 
         half = accelerator.mixed_precision != "no"  # sharded weights are then gathered in half precision, too
         exact = next(model.parameters()).dtype in (torch.float32, torch.float64) and not (half and trainer._is_sharded)
-        exact = exact and not torch.backends.cuda.matmul.allow_tf32
+        exact = exact and torch.backends.cuda.matmul.fp32_precision != "tf32"
         self.proof, self.current = 0.0, compared  # a proof is there: the calls below ask for none
         try:
             with without_autocast(trainer) if exact else nullcontext():

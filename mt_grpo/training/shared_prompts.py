@@ -212,9 +212,10 @@ def working_kernel(heads: int, key_heads: int, size: int, dtype: torch.dtype, de
     try:
         from torch.nn.attention.varlen import varlen_attn
 
+        how = {"dtype": dtype, "device": device, "requires_grad": True}
+        how["generator"] = torch.Generator(device).manual_seed(0)  # the run's own numbers go on as they would
         with torch.enable_grad():
-            shapes = [(1, number, len(row), size) for number in (heads, key_heads, key_heads)]
-            inputs = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+            inputs = [torch.randn((1, number, len(row), size), **how) for number in (heads, key_heads, key_heads)]
             by_kernel(varlen_attn, *inputs, row, None).sum().backward()
     except Exception as error:  # of an older PyTorch, this GPU, or this size of heads
         logger.warning(f"PyTorch's varlen_attn does not work here. SDPA is used: {type(error).__name__}: {error}")

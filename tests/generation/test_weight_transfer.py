@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -81,7 +82,7 @@ def nccl(monkeypatch):
     def open_endpoint(init_info):
         assert {k: init_info[k] for k in ("rank_offset", "world_size", "packed")} == {
             "rank_offset": 1, "world_size": 2, "packed": True}  # fmt: skip
-        if init_info["master_port"] == 501:
+        if init_info["master_port"] == 25501:
             raise OSError("Address already in use")
         made.append(Communicator(init_info["master_port"]))
         return made[-1]
@@ -109,13 +110,20 @@ def servers():
         yield [one, two, three]
 
 
-def client_of(server, port=500, **limits):
+def client_of(server, port=25500, **limits):
     limits = {"timeout": 5.0, "request_timeout": 5.0, **limits}
     return VLLMServerClient(base_url=server.url, transport="nccl", group_port=port, **limits)
 
 
 def push(client, version="v-1"):
     return client.update_weights(iter(WEIGHTS.items()), version, SIZES, torch.device("cpu"))
+
+
+def test_a_port_that_is_taken_is_told_at_once(nccl, servers):
+    """The workers would connect to whoever listens there, and the push would wait for minutes."""
+    with socket.create_server(("", 0)) as taken, pytest.raises(ServerError, match="vllm_group_port: port .* in use"):
+        push(client_of(servers[0], taken.getsockname()[1]))
+    assert servers[0].paths() == []
 
 
 def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
@@ -129,7 +137,7 @@ def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
     assert bodies["/update_weights"] == {
         "update_info": {"names": ["w", "head"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2], [1, 1]]}
     }
-    assert bodies["/init_weight_transfer_engine"]["init_info"]["master_port"] == 500
+    assert bodies["/init_weight_transfer_engine"]["init_info"]["master_port"] == 25500
     assert nccl[0].broadcasts == [[1.0, 2.0], [[3.0]]] and servers[0].version == "v-1"
     servers[0].requests.clear()
     push(client, "v-2")  # by the same group, once the server says that it did not restart
@@ -157,13 +165,13 @@ def test_only_what_the_model_does_not_hold_is_copied(nccl, servers, monkeypatch)
 
 
 def test_each_server_has_its_own_group(nccl, servers, caplog):
-    clients = [client_of(server, 500 + n) for n, server in enumerate(servers)]
+    clients = [client_of(server, 25500 + n) for n, server in enumerate(servers)]
     pool = ServerPool(clients)
-    with pytest.raises(ServerLost, match="NCCL group on port 501"):
+    with pytest.raises(ServerLost, match="NCCL group on port 25501"):
         push_to_all(pool)
     pool.complete = True
     push_to_all(pool)
-    assert pool.joined == [0, 2] and [made.port for made in nccl] == [500, 502]
+    assert pool.joined == [0, 2] and [made.port for made in nccl] == [25500, 25502]
     assert [made.broadcasts for made in nccl] == [[[1.0, 2.0], [[3.0]]] * 2] * 2
     pool.close()
 
@@ -174,7 +182,7 @@ def push_to_all(pool):
 
 def test_a_group_is_closed_when_its_server_joins_again(nccl, servers):
     """A restarted server is not in it, and its port is free for the next one. Other servers keep theirs."""
-    pool = ServerPool([client_of(server, 500 + 2 * n) for n, server in enumerate(servers[:2])])
+    pool = ServerPool([client_of(server, 25500 + 2 * n) for n, server in enumerate(servers[:2])])
     pool.complete = True
     push_to_all(pool)
     servers[1].version = "default"
@@ -182,7 +190,7 @@ def test_a_group_is_closed_when_its_server_joins_again(nccl, servers):
     assert [made.destroyed.is_set() for made in nccl] == [False, True]
     assert nccl[1].group.store is None and nccl[0].group.store == 1  # TRL's own close, which frees the port
     push_to_all(pool)
-    assert [made.port for made in nccl] == [500, 502, 502]
+    assert [made.port for made in nccl] == [25500, 25502, 25502]
     pool.close()
 
 

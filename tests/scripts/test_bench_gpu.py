@@ -25,16 +25,6 @@ def test_shared_prompts_come_to_the_gradients_of_a_row_per_rollout(tmp_path, mon
     assert json.loads((tmp_path / "found.json").read_text())["steps"]["prompt"] == steps["prompt"]
 
 
-def test_rows_that_share_nothing_are_not_measured_as_shared_ones(tmp_path):
-    shape = bench.shapes_of("step", argparse.Namespace(tiny=True))["prompt"]
-    with pytest.raises(
-        RuntimeError, match="long prompt: the rows are each with its prompt.*pad_to_multiple_of is set"
-    ):
-        bench.train_canned(
-            "ours", shape, str(tmp_path), bench.meter(), use_cpu=True, max_steps=1, pad_to_multiple_of=8
-        )
-
-
 @pytest.mark.slow
 def test_its_cases_run_with_the_bundled_model(monkeypatch, tmp_path):
     pytest.importorskip("vllm")

@@ -204,6 +204,11 @@ def test_no_pass_reads_shared_rows_before_they_are_proven(random_model, tmp_path
     assert all(kind == "shared" and proven for kind, proven in kinds[3:]) and len(kinds) > 4
 
 
+def test_a_run_with_tf32_proves_its_rows(random_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")  # as transformers does: the old key then raises
+    make_trainer(random_model, tmp_path, max_steps=1).train()
+
+
 def test_a_kernel_that_does_not_work_is_not_asked(caplog):
     """Of PyTorch, on a CPU: it is tried on a small row, forward and backward, before a model's row is."""
     query, key = torch.zeros(1, 4, 5, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
