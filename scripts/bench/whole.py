@@ -7,13 +7,12 @@
     python scripts/bench/whole.py --report    # only the section, from docs/results/whole.json
 
 Three processes have a trainer each, and take turns as in scripts/bench/step.py: TRL's trainer with tools, which
-samples in its process; ours, which does the same; and ours next to a vLLM server on the same cores, with its pushes
-of weights. The model has random weights, so that it hardly ever ends a turn: each turn has as many tokens on all
-sides. It writes no call either: both parsers are made to find the same one in every turn. TRL's loop and ours run it,
-append its result and sample the next turn.
+samples in its process; ours, which does the same; and ours with pushes to a vLLM server on the same cores. The model
+has random weights, so that it hardly ever ends a turn: each has as many tokens on all sides. It writes no call
+either: both parsers find the same one in every turn. TRL's loop and ours run it, append its result and sample again.
 
-With `--servers` TRL's trainer has a server, too. It pushes weights by NCCL. Without a GPU it pushes none, and ours
-does. All share the first GPU: set NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL has known since 2.30.
+With `--servers` TRL's trainer has a server, too. Both push weights by NCCL; without a GPU TRL's pushes none, and ours
+by files. All share the first GPU: set NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL has known since 2.30.
 """
 
 import contextlib
@@ -89,6 +88,7 @@ def build_trainer(side: str, shape: dict[str, Any], prompts: list[str], folder: 
     meter.prepare = lambda: None  # everything is sampled
     if "server" in side:
         settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": shape["urls"][side]}
+        settings["vllm_group_port"] = 51216 + ("trl" in side)
     if "trl" in side:
         if not on_gpu:  # NCCL has no CPUs
             VLLMClient.init_communicator = VLLMClient.update_named_params = lambda *args, **kwargs: None
@@ -125,7 +125,7 @@ def run(short: bool, sides: dict[str, str] = SIDES) -> dict[str, Any]:
     with contextlib.ExitStack() as servers:
         urls = {}
         for name in sides.keys() & SERVERS:
-            flags = [*SERVER, *(ON_GPU if gpu else ()), *(NCCL if gpu and "trl" in name else ())]
+            flags = [*SERVER, *(ON_GPU if gpu else ()), *(NCCL if gpu else ())]
             env = {} if gpu else {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
             urls[name] = servers.enter_context(VLLMServer(MODEL, *flags, env=env)).url
         shape = {**DEFAULTS, "rollouts": 16, "rows": 4, "sides": sides, "build": build_trainer, "urls": urls}
