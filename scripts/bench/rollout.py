@@ -207,11 +207,7 @@ def measure(bench: Bench, short: bool) -> list[Row]:
             for shape in ("engine", "reference", *["lockstep"] * (repetition < lockstep)):
                 row = {**bench.run(shape, conversations, wait), "repetition": repetition}
                 runs.append(row)
-                print(
-                    f"{conversations:>5} conversations, tool {wait:g} s  {shape:<8} {row['seconds']:7.2f} s  "
-                    f"{row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s",
-                    flush=True,
-                )
+                print(row, flush=True)
     return runs
 
 
@@ -236,7 +232,6 @@ def table(runs: list[Row]) -> list[str]:
         cell = [r for r in runs if (r["conversations"], r["wait"]) == (size, wait)]
         rows, *others = ([r for r in cell if r["shape"] == s] for s in ("engine", "reference", "lockstep"))
         seconds = {r["repetition"]: r["seconds"] for r in rows}
-        # The shape's seconds over the engine's of the same repetition.
         reference, loop = ([r["seconds"] / seconds[r["repetition"]] for r in each] for each in others)
         if rows:
             rates = cell_text([size / r["seconds"] for r in rows], ".1f")

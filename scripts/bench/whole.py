@@ -4,7 +4,6 @@
     python scripts/bench/whole.py             # docs/results/whole.json and the section of docs/speed.md
     python scripts/bench/whole.py --servers   # TRL's trainer and ours, each next to a vLLM server of its own
     python scripts/bench/whole.py --short     # one pair of steps; runs/bench_whole_short.json
-    python scripts/bench/whole.py --report    # only the section, from docs/results/whole.json
 
 Three processes have a trainer each, and take turns as in scripts/bench/step.py: TRL's trainer with tools, which
 samples in its process; ours, which does the same; and ours with pushes to a vLLM server on the same cores. The model
