@@ -143,27 +143,26 @@ def run(short: bool, sides: dict[str, str] = SIDES) -> dict[str, Any]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """A row per side; the sides that have a server each are a table of their own."""
+    """A row per side, behind a sentence about those that have a server each."""
     of = results["machine"]
-    lines = [
+    cells = (f"{name} | " + " | ".join(map(spread_text, row.values())) for name, row in results["rows"].items())
+    text = (
         f"**A whole step, generation included**: 16 rollouts in groups of 8 with {TURNS} turns of {TOKENS} tokens, a "
         f"prompt of about {PROMPT}, a model with the shape of SmolLM2-135M and random weights. {of['cpu']}, 2 cores, "
-        f"which the server shares; TRL {of['trl']}. Median (smallest to largest) of {results['rounds']} rounds.",
-        "",
-        *rows_of(results),
-    ]
-    if each := results.get("servers"):
-        place = each["machine"].get("gpu") or "the same cores; TRL's trainer pushes no weights there, ours does"
-        lines += ["", f"Both with a vLLM server of their own, on {place}:", "", *rows_of(each)]
-    return "\n".join(lines)
-
-
-def rows_of(results: dict[str, Any]) -> list[str]:
-    cells = (
-        f"{name} | " + " | ".join(f"{v['median']:.2f} ({v['min']:.2f} to {v['max']:.2f})" for v in row.values())
-        for name, row in results["rows"].items()
+        f"which the server shares; TRL {of['trl']}. Median (smallest to largest) of {results['rounds']} rounds."
     )
-    return table("rollouts | seconds | times as fast", cells)
+    if each := results.get("servers"):
+        place = each["machine"].get("gpu") or "the same cores (TRL's trainer pushes no weights there, ours does)"
+        theirs, ours = each["rows"].values()
+        text += (
+            f" With a vLLM server for each, on {place}: TRL {spread_text(theirs['seconds'])} s, ours "
+            f"{spread_text(ours['seconds'])} s, {spread_text(ours['times'])} times as fast."
+        )
+    return "\n".join([text, "", *table("rollouts | seconds | times as fast", cells)])
+
+
+def spread_text(of: dict[str, float]) -> str:
+    return f"{of['median']:.2f} ({of['min']:.2f} to {of['max']:.2f})"
 
 
 FRAME = Frame("whole", section)
