@@ -25,8 +25,9 @@ def is_right(solution: str, answer: str | None, text: str) -> bool:
     return bool(gold) and verify(gold, found, timeout_seconds=None)
 
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit of its own
-for line in sys.stdin:
-    end = int(time.process_time() + float(sys.argv[1])) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    print(int(is_right(*json.loads(line))), flush=True)
+if __name__ == "__main__":
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit of its own
+    for line in sys.stdin:
+        end = int(time.process_time() + float(sys.argv[1])) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        print(int(is_right(*json.loads(line))), flush=True)
