@@ -377,7 +377,7 @@ def table(result: dict[str, Any]) -> str:
     rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
     rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"])]
     rows = [(label, value) for label, value in rows if value is not None]  # what this task has
-    rows += [("failed, and in nothing above", result["failed"])] if result["failed"] else []
+    rows += [("failed, in no reward", result["failed"])] if result["failed"] else []
     rows.append(("mean turns", result["mean_turns"]))
     turn_rewards = without_unused(result["rewards"]["turn"])
     rows += [(f"turn reward: {name}", value) for name, value in turn_rewards.items()]

@@ -77,7 +77,7 @@ install_deepspeed() { # ENVIRONMENT'S-PYTHON PIP...
 
 if [[ -n "$beside" ]]; then
     python="${PYTHON:-.venv/bin/python}"
-    [[ -f "$beside/pyvenv.cfg" || -z "$(ls -A "$beside" 2>/dev/null)" ]] || die "$beside has files of something else."
+    [[ -f "$beside/pyvenv.cfg" || -z "$(ls -A "$beside" 2>/dev/null)" ]] || die "$beside is not empty, and no environment."
     "$python" -m venv --without-pip --clear "$beside"
     packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     own="$("$beside/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
@@ -175,7 +175,7 @@ install_torch_cpu() {
 }
 
 declare -A other=([test]=gpu [gpu]=test) # whose build of torch pip would take for this one's, or replace
-[[ ! -e ".venv/setup-${other[$kind]:-none}.stamp" ]] || die ".venv is of --${other[$kind]}. Move it away for --$kind."
+[[ ! -e ".venv/setup-${other[$kind]:-none}.stamp" ]] || die ".venv was made with --${other[$kind]}. Move it away first."
 started=$SECONDS
 rm -f .venv/setup-*.stamp # what another kind installed may be replaced now
 case "$kind" in

@@ -337,7 +337,7 @@ class WeightTransfer:
                     for name in list(self._loaded):
                         self._unload(name, timeout=5.0)
         finally:
-            self.forget_restarted()
+            self.forget_restarted()  # closes the NCCL group, which keeps its port
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder_lock.close()

@@ -189,7 +189,7 @@ def test_each_sample_counts_for_its_own_problem(scripted, recipe, tmp_path):
     result = evaluated(client, parsed, 512, k=3, batch_size=1)
     assert "".join(asked) == "AAABBCCC"
     assert (result["num_problems"], result["exact_match"], result["pass_at_k"]) == (3, 5 / 8, 2 / 3)
-    assert result["failed"] == 1 / 9 and "failed, and in nothing above " in ev.table(result)
+    assert result["failed"] == 1 / 9 and "failed, in no reward " in ev.table(result)
     means = {"exact_match_reward": 5 / 8, "of_environments": 6 / 6, "Says": 6 / 6}  # 3 times 2, 3 times 0, else None
     assert result["rewards"]["outcome"] == means
     assert result["stop_reasons"] == {"answered": 8 / 9, "environment_error": 1 / 9}

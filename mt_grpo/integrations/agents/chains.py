@@ -117,10 +117,7 @@ class Completion(Sampled):
         return self.prompt_ids + self.turn.token_ids
 
     def told_apart(self, messages: list[Message]) -> tuple[int, int, int]:
-        """How many answers up to this one a conversation has by signature, by thinking, and to the character.
-
-        It says the same.
-        """
+        """Of the answers up to this one, how many a conversation has by signature, by thinking, letter for letter."""
         signed, thought, exact, each = 0, 0, 0, self
         while each is not None:
             sent = messages[len(each.keys) - 1]
