@@ -25,8 +25,8 @@ def _number(text: str) -> Decimal | None:
     r"""Return the number that the text gives as the answer, None if it gives none or several.
 
     The text is only the number, or has it in `\boxed{}`. Marks of Markdown and LaTeX around it, a currency or percent
-    sign, a unit of up to four words, thousands commas, a trailing `.0` and a final period are ignored. A word before the number, another number and an
-    expression are not.
+    sign, a unit of up to four words, thousands commas, a trailing `.0` and a final period are ignored. A word before
+    the number, another number and an expression are not.
 
     >>> [str(_number(text)) for text in ["$1,800", "50%", "42 apples", r"That is 6*7 = \boxed{42}."]]
     ['1800', '50', '42', '42']
