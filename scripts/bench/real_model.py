@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import math
+import resource
 import statistics
 import sys
 import time
@@ -93,10 +94,11 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         logs = common.train(recipe, output, *words, *resume)
     seconds = time.perf_counter() - began
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of the largest child that has ended
     row = {
         "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(),
         "machine": common.machine() | ({"gpu": gpu(task)} if gpu(task) else {}),
-        "seconds": None if resume else seconds, "num_tokens": logs[-1]["num_tokens"],
+        "seconds": None if resume else seconds, "gib": memory / 2**20, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         **evaluated(whole(output), task, num_problems),
         "curve": [log.get(CURVE) or 0.0 for log in logs],
