@@ -22,7 +22,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mt_grpo_trainer as mt
@@ -151,9 +151,22 @@ def fail_once() -> None:
     WeightTransfer._write = write_or_fail
 
 
+def check_each_pass() -> None:
+    """Behind each pass of FSDP2 its gradients are with the ranks that own them: none is kept whole."""
+    step = Trainer.training_step
+
+    def step_and_check(self, model, *args):
+        loss = step(self, model, *args)
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad), "not handed out"
+        return loss
+
+    Trainer.training_step = step_and_check
+
+
 def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = sharding_init
+        check_each_pass()
     WeightSync.CHECK_EVERY = 1
     what, *arguments = sys.argv[1:]
     if what == "train":

@@ -375,14 +375,17 @@ def plan(trainer: ResumableTrainer) -> list[str]:
     sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
     weights, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
     weights *= 1 + bool(args.beta and getattr(trainer, "ref_model", None) is not None)
+    in_half = trainer.accelerator.mixed_precision != "no" and not trainer._is_sharded
+    copies = trained // 2 if in_half else 0  # autocast keeps one of each trained weight during a forward pass
     kept = 0 if trainer._is_sharded else bytes_per_token(trainer)
     of_tokens = f" ({gib(kept * tokens)})" if kept else ""
     free = torch.cuda.mem_get_info()[0] if model.device.type == "cuda" else psutil.virtual_memory().available
     return [
         f"context  {prompt} (longest prompt) + {completion} (max_completion_length) = {prompt + completion} tokens of "
         f"{trainer.env.max_model_len or 'any number'}",
-        f"memory   {gib(weights + 3 * trained)} per rank before it is sharded (weights {gib(weights)}, gradients "
-        f"{gib(trained)}, Adam {gib(2 * trained)}), and what the layers keep of a pass of at most {tokens:,} tokens"
+        f"memory   {gib(weights + 3 * trained + copies)} per rank before it is sharded (weights {gib(weights)}, "
+        f"gradients {gib(trained)}, Adam {gib(2 * trained)}, half-precision copies {gib(copies)}), and what the "
+        f"layers keep of a pass of at most {tokens:,} tokens"
         f"{of_tokens}; beside the weights {gib(free)} are free (see max_tokens_per_pass)",
     ]
 

@@ -103,8 +103,16 @@ class ResumableTrainer(GRPOTrainer):
         callbacks = [self._weight_counter, *(callbacks or [])]
         super().__init__(model, *args, peft_config=peft_config, callbacks=callbacks, **kwargs)
         self.add_callback(self.in_flight)
+        if self._dist.is_fsdp:  # each pass hands out its gradients: else they stay whole, and add up in bf16
+            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if config.save_on_each_node:  # transformers 5.17 writes weights on rank 0 only
             self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
+
+    def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
+        args = super()._build_accelerator_args(**kwargs)
+        (of_ddp,) = args["kwargs_handlers"]
+        of_ddp.gradient_as_bucket_view = True  # else DDP keeps a second copy of every gradient
+        return args
 
     @property
     def _is_sharded(self) -> bool:

@@ -59,7 +59,7 @@ def train_and_resume(folder, launch_sharded, **changes):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     launch_sharded = functools.partial(launch, FSDP2, [WORKER, "train"])
-    return train_and_resume(tmp_path_factory.mktemp("sharded"), launch_sharded)
+    return train_and_resume(tmp_path_factory.mktemp("sharded"), launch_sharded, max_tokens_per_pass=300)
 
 
 def steps(folder):

@@ -60,13 +60,16 @@ def preflight(path, capsys):
 
 
 @pytest.mark.contract("preflight")
-def test_a_recipe_that_is_well(tmp_path, capsys):
-    """It says what will happen, and writes nothing."""
-    code, text, found = preflight(recipe_file(tmp_path), capsys)
+@pytest.mark.parametrize(("bf16", "memory", "copies"), [(False, "0.0135", "0"), (True, "0.0152", "0.00168")])
+def test_a_recipe_that_is_well(bf16, memory, copies, tmp_path, capsys):
+    """It says what will happen, and writes nothing. Four bytes of weights are 16 of a run, and 18 with autocast."""
+    code, text, found = preflight(recipe_file(tmp_path, bf16=bf16), capsys)
     assert (code, found) == (0, [])
     assert "34 (longest prompt) + 160 (max_completion_length) = 194 tokens of 1024" in text
-    assert "memory   0.0135 GiB per rank before it is sharded (weights 0.00337 GiB, gradients 0.00337 GiB" in text
-    assert "of a pass of at most 2,628 tokens (0.134 GiB); beside" in text  # 2 prompts of 34, 16 completions of 160
+    assert f"memory   {memory} GiB per rank before it is sharded (weights 0.00337 GiB, gradients 0.00337 GiB" in text
+    assert f"half-precision copies {copies} GiB), and what" in text
+    assert "of a pass of at most 2,628 tokens (" in text  # 2 prompts of 34, 16 completions of 160
+    assert bf16 or "tokens (0.134 GiB); beside" in text
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
     assert re.search(
         r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal; \d", text, re.M
