@@ -4,8 +4,7 @@
     python hf_recipes/SmolLM2/parcel/data.py runs/parcel
     python scripts/build/squad_search.py runs/squad --sentences 1 --source FOLDER     # or from the Hub, with --titles
     python scripts/bench/real_model.py                            # what is missing
-    python scripts/bench/real_model.py --tasks parcel --methods mt_grpo --seeds 1 --results runs/mine.json
-    python scripts/bench/real_model.py --tasks squad-search-gpu      # on a GPU, which trainer and server share
+    python scripts/bench/real_model.py --tasks squad-search-gpu   # on a GPU; --methods, --seeds: only some runs
     python scripts/bench/real_model.py --report                   # write the page's tables and the picture
 
 A run trains the task's recipe next to a vLLM server that samples. The held-out questions are answered before it and
@@ -73,7 +72,6 @@ FIGURES = {  # label -> its value in what evaluate.evaluate returns
 PERPLEXITIES = ("perplexity, articles", "perplexity, Python's documentation")
 COMPARED = ("answer among the results", "exact match")  # with tests, and shown by seed
 LEARNED = 0.5  # of the sampled held-out rollouts have the answer among their results (0.1 and less before)
-CURVE = "rewards/exact_match_reward_func/mean"
 
 # -- One run --
 
@@ -94,14 +92,14 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         logs = common.train(recipe, output, *words, *resume)
     seconds = time.perf_counter() - began
-    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of the largest child that has ended
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of the largest process that has ended
     row = {
         "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(),
         "machine": common.machine() | ({"gpu": gpu(task)} if gpu(task) else {}),
         "seconds": None if resume else seconds, "gib": memory / 2**20, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         **evaluated(whole(output), task, num_problems),
-        "curve": [log.get(CURVE) or 0.0 for log in logs],
+        "curve": [log.get("rewards/exact_match_reward_func/mean") or 0.0 for log in logs],
     }  # fmt: skip
     return rounded(row, 4)
 
@@ -229,13 +227,29 @@ def learned(runs: list[dict[str, Any]]) -> int:
 
 
 def section(results: dict[str, Any]) -> str:
-    """Of each task the means over seeds on the held-out questions, then each seed, and tests against `mt_grpo`."""
+    """Of each task every run; with more than three seeds the means over them, and tests against `mt_grpo`."""
     lines: list[str] = []
     for task, settings in TASKS.items():
-        again = results.get("again", {}).get(task, {})
+        before, again = results["before"].get(task), results.get("again", {}).get(task, {})
         if runs := [run for run in results["runs"] if run["task"] == task]:
-            lines += [f"**{settings['title']}** (`{task}`)", "", *tables(results["before"][task], runs, again), ""]
+            found = tables(before, runs, again) if settings["seeds"] > 3 else by_run(before, runs)
+            lines += [f"**{settings['title']}** (`{task}`)", "", *found, ""]
     return "\n".join(lines).rstrip()
+
+
+def by_run(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
+    """A row for each run, and a sentence; a cell has the sampled and the greedy figure."""
+    rest = [label for label in PERPLEXITIES if label in before]
+    lines = [
+        f"| sampled, greedy | {' | '.join([*FIGURES, *rest])} | minutes |",
+        "|---" * (len(FIGURES) + len(rest) + 2) + "|",
+    ]
+    for row in ({"method": "before"} | before, *runs):
+        name = f"`{row['method']}`, seed {row['seed']}" if "seed" in row else row["method"]
+        cells = [f"{row['sampled'][label]:.2f}, {row['greedy'][label]:.2f}" for label in FIGURES]
+        cells += [*(f"{row[label]:.2f}" for label in rest), f"{row['seconds'] / 60:.0f}" if row.get("seconds") else ""]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, "", costs(runs)]
 
 
 def tables(before: dict[str, Any], runs: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
@@ -287,9 +301,11 @@ def costs(runs: list[dict[str, Any]]) -> str:
     minutes, tokens = [row["seconds"] / 60 for row in runs if row["seconds"]], [row["num_tokens"] for row in runs]
     places = [run["machine"] for run in runs]
     machines = {of.get("gpu") or f"{of['cores']} cores ({of['cpu']})": None for of in places}
+    memory = [row["gib"] for row in runs if "gib" in row]
+    of_memory = f" and at most {max(memory):.1f} GiB in a process" if memory else ""
     return (
         f"{', '.join(str(n) for n in sorted({run['steps'] for run in runs}))} steps, {span(tokens)} tokens, "
-        f"{span(minutes)} minutes a run with the server's start, on {' and '.join(machines)}; "
+        f"{span(minutes)} minutes a run with the server's start{of_memory}, on {' and '.join(machines)}; "
         f"commit {', '.join(sorted({run['commit'] for run in runs}))}."
     )
 

