@@ -120,7 +120,7 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
         "steps": len(logs),
         "tokens": tokens[-1],
         "seconds": time.perf_counter() - started,
-        "curve": resampled(tokens, values, settings["tokens"]),
+        "curve": [round(value, 2) for value in resampled(tokens, values, settings["tokens"])],
     }
     return rounded(row, 3)
 

@@ -95,7 +95,7 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of the largest process that has ended
     row = {
         "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(),
-        "machine": common.machine() | ({"gpu": gpu(task)} if gpu(task) else {}),
+        "machine": {"gpu": gpu(task)} if gpu(task) else {name: common.machine()[name] for name in ("cpu", "cores")},
         "seconds": None if resume else seconds, "gib": memory / 2**20, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         **evaluated(whole(output), task, num_problems),
