@@ -96,20 +96,9 @@ def by_position(name: str, /) -> str:
     """Takes one."""
 
 
-def unknown_hint(name: "Nowhere") -> str:  # noqa: F821
-    """Takes one."""
-
-
-@pytest.mark.parametrize(
-    "tool, message",
-    [
-        (by_position, "by_position: no call can pass 'name'"),
-        (unknown_hint, "unknown_hint: .*'Nowhere'"),
-    ],
-)
-def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
-    with pytest.raises(ValueError, match=message):
-        make_env([tool])
+def test_a_tool_that_no_call_can_give_a_result_is_refused():
+    with pytest.raises(ValueError, match="by_position: no call can pass 'name'"):
+        make_env([by_position])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from scripted import (
     of_turns,
     result,
 )
-from test_formats import EVERY_FAMILY, FAMILIES, tokenizer_of
 from test_trainer import settings as of_trainer
 from tokenizers import pre_tokenizers
 
@@ -29,9 +28,8 @@ from mt_grpo.conversation.environments import EnvironmentFailure, Environments, 
 from mt_grpo.conversation.tools.signature import as_tool, describe_tools, tool_schema
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
-from mt_grpo.training.batch import NAN
 from mt_grpo.training.rewards import turn_flags
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ANSWER = "<answer>5</answer>"
 
@@ -101,46 +99,11 @@ def test_state_is_of_one_conversation_and_the_prompt_is_joined():
     assert rollouts[0].stop_reason == StopReason.ANSWERED
 
 
-class LastMove:
-    """A game whose reply to the move that ends it has the reward of this move."""
-
-    def reset(self, start: int = 3, **row) -> str:
-        self.left = start
-        return f" Take 1 or 2 of {start}. Leave nothing."
-
-    def take(self, number: int) -> str:
-        """Take away."""
-        self.left -= number
-        return f"{self.left} left"
-
-    def respond(self, rollout, turn) -> Reply:
-        if self.left <= 0:
-            return Reply(stop=True, reward=1.0 if self.left == 0 else -1.0)
-        return Reply(reward=0.1)
-
-
-@pytest.mark.contract("TRL environment classes")
-def test_the_move_that_ends_a_game_is_credited():
-    """Nobody reads its result, and it is an observed turn with a reward all the same."""
-    one, two = call("take", number=1), call("take", number=2)
-    _, rollouts, _ = run(LastMove, [[one, two], [two, two]], [{"start": 3}] * 2)
-    assert [r.stop_reason for r in rollouts] == [StopReason.ENVIRONMENT_STOP] * 2
-    assert [[t.reward for t in r.turns] for r in rollouts] == [[0.1, 1.0], [0.1, -1.0]]
-    assert [[t.observation for t in r.turns] for r in rollouts] == [["2 left", None], ["1 left", None]]
-    observed, sampled = turn_flags(rollouts, 2)
-    assert observed.all() and sampled.all()
-    table = RewardTable(
-        outcome=torch.zeros(2), rollout_turn=torch.full((2,), float("nan")),
-        turn=torch.tensor([[t.reward for t in r.turns] for r in rollouts]), has_observation=observed, sampled=sampled,
-        state=torch.zeros(2, 2, dtype=torch.long),
-    )  # fmt: skip
-    advantages = turn_advantages(table, "mt_grpo", 2, 1.0, "group")
-    # Turn 0: 0.1 and 0.1. Turn 1: 1 and -1 around 0, over their deviation sqrt(2) and 1e-4.
-    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.707057], [0.0, -0.707057]]), atol=1e-6, rtol=0)
-
-
 def test_what_is_observed_of_a_turn():
-    """A result, an error message, a message, a continuation, another history; not: an answer, silence, a stop."""
+    """A result, an error message, a message, a continuation, another history; not: an answer, silence, a stop.
+
+    Nobody reads the result of the move that ends a game, and it is observed and has its reward all the same.
+    """
     replies = {
         "say": Reply(messages=[{"role": "user", "content": "Go on."}]), "more": Reply(continuation=" and"),
         "forget": Reply(history=[{"role": "user", "content": "Anew."}]), "end": Reply(stop=True, reward=1.0),
@@ -150,16 +113,17 @@ def test_what_is_observed_of_a_turn():
         def respond(self, rollout, turn):
             return next((reply for word, reply in replies.items() if word in turn.text), None)
 
-    bad = call("nobody")
-    scripts = [["say", "more", "forget", "end"], [call("echo", text="x"), bad, ANSWER], ["nothing"]]
+    bad, ends = call("nobody"), [call("echo", text="end")]
+    scripts = [["say", "more", "forget", "end"], [call("echo", text="x"), bad, ANSWER], ["nothing"], ends]
     _, rollouts, _ = run(Replies, scripts, tools=[echo], max_steps=5)
     assert [[turn.has_observation for turn in rollout.turns] for rollout in rollouts] == [
-        [True, True, True, False], [True, True, False], [False]
+        [True, True, True, False], [True, True, False], [False], [True]
     ]  # fmt: skip
+    assert rollouts[3].stop_reason == StopReason.ENVIRONMENT_STOP and rollouts[3].turns[0].reward == 1.0
     not_run = Rollout([], [1], turns=[Turn([2], None, "", "stop", calls=[ToolCall("echo", {})])])  # max_env_steps
     observed, sampled = turn_flags([*rollouts, not_run], 4)
-    assert observed.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4, [0] * 4]
-    assert sampled.int().tolist() == [[1] * 4, [1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+    assert observed.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4, [1, 0, 0, 0], [0] * 4]
+    assert sampled.int().tolist() == [[1] * 4, [1, 1, 1, 0], *[[1, 0, 0, 0]] * 3]
 
 
 def test_instances_are_used_again_unless_a_call_was_given_up():
@@ -747,49 +711,6 @@ def test_what_may_fit_is_read_as_it_was(kind, monkeypatch):
     assert read and all(found[k] == expected[k] for k in read)
 
 
-def summed(a: int, b: str = "") -> str:
-    """Adds up.
-
-    Args:
-        a: A number.
-        b: A text.
-    """
-    return f"sum-{a}"
-
-
-summed.__name__ = "add"
-
-
-@pytest.mark.parametrize("edits", [False, True])
-@EVERY_FAMILY
-def test_a_conversation_of_a_family(name, edits):
-    """Its records are what the model saw and sampled, and it reads every result, in an edited history too."""
-    family, tokenizer = FAMILIES[name], tokenizer_of(name)
-
-    class Forgets(Opens):
-        def respond(self, rollout, turn):
-            kept = rollout.history[:1] + rollout.history[-1 - len(turn.results) :]
-            return Reply(history=kept) if edits and len(rollout.turns) == 2 else None
-
-    settings = {"max_completion_length": 9000, "tokenizer": tokenizer, "tool_format": "native"}
-    env = MultiTurnToolEnv([summed], None, 3, environment=Forgets, **settings)
-    end = min(env.format_of(tokenizer).ends)
-    opened = "\n</think>\n" if "</think>" in family.thinking and "<think>" not in family.thinking else ""
-    calls = family.around % family.between.join([family.first, family.second][: 1 + family.several])
-    answer = "<|channel|>final<|message|>It is 5." if name == "gptoss" else "It is 5."
-    later = opened if family.suffix.endswith("<think>\n") else ""  # what behind a result is still to be closed
-    texts = opened + calls, later + calls, later + answer
-    turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
-    backend = Scripted([turns], tokenizer=tokenizer)
-    (rollout,) = env.generate(["What does add say?"], backend, rows=[{}])["rollouts"]
-    verify_records([rollout], backend)
-    assert (rollout.stop_reason, rollout.turns[-1].answer) == (StopReason.ANSWERED, "It is 5.")
-    assert len(rollout.records) == 1 + edits
-    read = [tokenizer.decode(request.prompt) for request in backend.requests]
-    assert [text.count("sum-2") for text in read] == [0, 1, 1 if edits else 2]
-    assert [text.count("sum-3") for text in read] == ([0, 1, 1 if edits else 2] if family.several else [0, 0, 0])
-
-
 SCHEMA = {
     "type": "function",
     "function": {
@@ -895,10 +816,11 @@ def test_a_step_with_environments(random_model, tmp_path):
     class Numbered:
         closed = []
 
-        def reset(self, **row) -> None:
+        async def reset(self, **row) -> str:
             self.n = next(numbers)
             if self.n == 3:
                 raise OSError("no board")
+            return " on."
 
         def respond(self, rollout, turn):
             return Reply(reward=self.n / 10)
@@ -911,6 +833,7 @@ def test_a_step_with_environments(random_model, tmp_path):
 
     def custom(environments, rollout_turns, prompts, **kwargs):
         seen["environments"], seen["closed"] = [e.n for e in environments], list(Numbered.closed)
+        assert [prompt[0]["content"] for prompt in prompts] == ["go on."] * 3
         return [1.0] * len(environments)
 
     trainer, batch = one_step(random_model, tmp_path, Numbered, [{}] * 4, [custom])
@@ -984,56 +907,6 @@ class Asks:
 
     def get_reward(self) -> float:
         return float(Asks.asked)
-
-
-class Pays:
-    """Rewards of every kind: of calls, of a reply, of the whole conversation. It adds to the prompt."""
-
-    async def reset(self, n, **row) -> str:
-        self.n = n
-        return f" Room {n}."
-
-    async def pay(self, amount: float) -> ToolResult:
-        """Pay."""
-        return ToolResult(f"paid {amount}", reward=amount)
-
-    def respond(self, rollout, turn) -> Reply:
-        return Reply(reward=4.0 if len(rollout.turns) == 1 else None)
-
-    def get_reward(self) -> float:
-        return 100.0 * self.n
-
-
-def test_what_an_environment_and_its_tools_give_is_added(random_model, tmp_path):
-    """Two calls of one turn are both paid, and rewards see what `reset` said."""
-    tokenizer, seen = QWEN3_TOKENIZER, []
-
-    def calls(*amounts):
-        texts = [f'<tool_call>\n{{"name": "pay", "arguments": {{"amount": {a}}}}}\n</tool_call>' for a in amounts]
-        return tokenizer("\n".join(texts) + "<|im_end|>", add_special_tokens=False)["input_ids"]
-
-    def look(prompts, **kwargs):
-        seen.append(prompts)
-        return [0.5 for _ in prompts]
-
-    env = MultiTurnToolEnv([], None, environment=Pays, tokenizer=tokenizer, tool_format="hermes")
-    rows = [{"prompt": [{"role": "user", "content": "Pay."}], "n": n} for n in (1, 2)]
-    changes = {"max_completion_length": 200, "tool_format": "hermes"}
-    trainer = MTGRPOEnvTrainer(
-        random_model, env, [], [look], args=settings(tmp_path, **changes), train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )  # fmt: skip
-    done = tokenizer("5<|im_end|>", add_special_tokens=False)["input_ids"]
-    trainer.llm = Scripted(
-        [[calls(1.5, 0.25), done], [calls(2.0), done], [done], [calls(), done]], tokenizer=tokenizer
-    )
-    trainer.model.train()
-    trainer._generate_and_score_completions([rows[0], rows[0], rows[1], rows[1]])
-    table = trainer.batch.rewards
-    expected = torch.tensor([[4.0 + 1.75, NAN], [4.0 + 2.0, NAN], [4.0, NAN], [4.0, NAN]])
-    torch.testing.assert_close(table.turn, expected, equal_nan=True)
-    torch.testing.assert_close(table.outcome, torch.tensor([100.5, 100.5, 200.5, 200.5]))
-    assert [prompt[0]["content"] for prompt in seen[0]] == ["Pay. Room 1."] * 2 + ["Pay. Room 2."] * 2
 
 
 @pytest.mark.parametrize("rows", [None, [{"n": n} for n in range(4)], [{"n": n, "prompt": None} for n in range(4)]])

@@ -224,17 +224,6 @@ def test_records_are_what_the_server_saw_and_sampled(client):
         assert rollout.stop_reason in set(StopReason)
 
 
-@pytest.mark.contract_server("VLLMServerClient.chat")
-def test_chat_for_people(client):
-    messages = [{"role": "system", "content": "Use the calculator, then answer."},
-                {"role": "user", "content": "What is 12 * 12?"}]  # fmt: skip
-    answers = client.chat([messages, messages], {"temperature": 0.0, "max_tokens": 60})
-    assert len(answers) == 2
-    assert answers[0]["text"].startswith('<tool>{"name": "calculator"')
-    assert len(answers[0]["token_ids"]) == len(answers[0]["logprobs"]) > 10
-    assert client.tokenizer.decode(answers[0]["token_ids"], skip_special_tokens=True) == answers[0]["text"]
-
-
 @pytest.fixture
 def setting(served_model):
     """What `check_server` needs beside the client."""

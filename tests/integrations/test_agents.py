@@ -359,14 +359,10 @@ def test_streams(monkeypatch, seconds):
             final = await events.get_final_response()
         assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
         assert final.output_text == "It is 2." and "response.output_text.delta" in kinds
-        events = [event async for event in await respond(client, "c", stream=True, tools=[FLAT])]
-        done = [event for event in events if event.type == "response.function_call_arguments.done"]
-        assert json.loads(done[0].arguments) == {"a": 1, "b": "x y"}
-        assert [event.sequence_number for event in events] == list(range(len(events)))
         return 1.0
 
-    rollout, _ = run(agent, f"Now.\n{CALL}", "It is 2.", CALL, seconds=seconds)
-    assert rollout.reward == 1.0 and len(rollout.turns) == 3
+    rollout, _ = run(agent, f"Now.\n{CALL}", "It is 2.", seconds=seconds)
+    assert rollout.reward == 1.0 and len(rollout.turns) == 2
     with pytest.raises(mt.ServerError, match="gone"):
         run(agent, mt.ServerError("gone"), seconds=seconds)  # no failure of the agent, which is told
 

@@ -114,19 +114,22 @@ SAMPLE = {
 def test_ids_are_continued_and_messages_are_answered(proxy, client):
     client.__dict__["model_card"] = {"id": "model", "max_model_len": 64}
     client.tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model")
+    end = client.tokenizer.eos_token_id
 
     def rule(request):
         usage = {"prompt_tokens": len(request.payload["prompt"])}
-        return Fault("answer", status=200, body=json.dumps({**SAMPLE, "usage": usage}).encode())
+        said = {**SAMPLE["choices"][0], "token_ids": [7, end], "logprobs": {"token_logprobs": [-1.0, -0.5]}}
+        return Fault("answer", status=200, body=json.dumps({"choices": [said], "usage": usage}).encode())
 
     proxy.faults = rule
     sample = run_async(client.generate([5, 6], 11, {"temperature": 0.5}))
-    assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([7], [-1.0], "stop")
+    assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([7, end], [-1.0, -0.5], "stop")
     conversations = [[{"role": "user", "content": text}] for text in ("hello", "goodbye")]
     prompts = [
         client.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in conversations
     ]
-    answer = {"text": client.tokenizer.decode([7]), "token_ids": [7], "logprobs": [-1.0], "finish_reason": "stop"}
+    sampled = {"token_ids": [7, end], "logprobs": [-1.0, -0.5], "finish_reason": "stop"}
+    answer = {"text": client.tokenizer.decode([7]), **sampled}
     answers = client.chat(conversations, {"max_tokens": 12, "top_p": 0.5, "chat_template_kwargs": None})
     assert answers == [{**answer, "prompt_ids": ids} for ids in prompts]
     ids, *chats = (request.payload for request in proxy.requests)

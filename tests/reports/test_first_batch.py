@@ -87,10 +87,13 @@ def test_what_the_layers_keep_of_a_token(checkpointing, tmp_path):
     assert 4 * 4 * layer <= kept <= 4 * (4 * 1.01 * layer + 4 * hidden)  # and the last norm's
 
 
-def test_every_run_opens_with_a_look_at_its_first_batch(tmp_path, capsys, caplog):
-    """Once, of the rollouts that it trains on, and says what means trouble."""
-    mt.main(["--config", recipe_file(tmp_path, max_steps=2, learning_rate=0.02)])
-    (line,) = re.findall(r"^first batch: (16 rollouts, .*)$", capsys.readouterr().out, re.M)
+@pytest.mark.parametrize("disable_tqdm", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_run_opens_with_a_look_at_its_first_batch(disable_tqdm, tmp_path, capsys, caplog):
+    """Once, of the rollouts that it trains on, and says what means trouble. No log is printed as a dictionary."""
+    mt.main(["--config", recipe_file(tmp_path, max_steps=2, learning_rate=0.02, disable_tqdm=disable_tqdm)])
+    printed = capsys.readouterr().out
+    (line,) = re.findall(r"^first batch: (16 rollouts, .*)$", printed, re.M)
+    assert re.search(r"^2/2  reward ", printed, re.M) and "{'" not in printed
     (warning,) = [record.getMessage() for record in caplog.records if "learning_rate is 0.02" in record.getMessage()]
     assert warning.startswith("learning rate: ")
     history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]

@@ -1,14 +1,11 @@
 """What a run prints: a line per log, and how many rollouts are finished meanwhile."""
 
-import re
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from test_first_batch import recipe_file
 
-import mt_grpo_trainer as mt
 from mt_grpo.reports.progress import ProgressLine, log_line
 
 
@@ -18,24 +15,6 @@ def all_ended() -> bool:
     for thread in threads:
         thread.join(timeout=5.0)
     return not any(thread.is_alive() for thread in threads)
-
-
-@pytest.mark.parametrize("disable_tqdm", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
-    """One per step and evaluation, in the words of what they measure; no dictionary, no thread is left."""
-    path = recipe_file(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, dataset_test_split="test[:2]",
-                       per_device_eval_batch_size=16, save_strategy="no", disable_tqdm=disable_tqdm)  # fmt: skip
-    mt.main(["--config", path])
-    rows, *lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("first batch")]
-    assert rows.startswith("rows: each prompt is computed once")
-    assert lines[4:] == ["", f"output    {tmp_path}/out", f"curves    python scripts/view_rollouts.py {tmp_path}/out"]
-    number = r"-?\d+\.\d\d"
-    step = rf"{{}}/2  reward {number}  exact_match {number}  turns [12]\.\d  calls ok \d+%  "
-    assert re.fullmatch(step.format(1) + r"\d+\.\d s  \d+ (s|min) left", lines[0]), lines
-    assert re.fullmatch(step.format(2) + r"\d+\.\d s", lines[1]), lines
-    assert re.match(rf"evaluation 2/2  reward {number}  exact_match {number}  turns", lines[2]), lines
-    assert re.fullmatch(r"trained 2 steps in \d+ (s|min)", lines[3])
-    assert all_ended()
 
 
 def test_finished_rollouts_are_counted_when_nothing_else_is_printed(capsys, monkeypatch):

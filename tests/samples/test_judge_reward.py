@@ -14,7 +14,7 @@ from project import ROOT
 
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
-from mt_grpo.training.rewards import check_reward_values, run_rewards
+from mt_grpo.training.rewards import run_rewards
 
 KEY = "sk-secret-0123456789"
 
@@ -327,18 +327,6 @@ def columns(rollouts):
         "log_extra": lambda *_: None,
         "log_metric": lambda *_: None,
     }
-
-
-@pytest.mark.contract("LLM judge")
-def test_both_rewards_through_the_trainer(judge, server):
-    server.reply = lambda prompt: "8" if "\n<call>\n" in prompt else "10" if "\nNorway\n</answer>" in prompt else "0"
-    rollouts = [[call("Rollo"), final("Norway")], [final("Denmark")], [call("Rollo"), call("Viking")]]
-    values = run_rewards([judge.judged_turn_reward_func, judge.judged_answer_reward_func], columns(rollouts), 30.0)
-    assert values == [[[0.8, None], [None], [0.8, 0.8]], [1.0, 0.0, 0.0]]
-    for name, per_turn in (("turn", True), ("answer", False)):
-        check_reward_values(
-            values[not per_turn], name, [SimpleNamespace(turns=turns) for turns in rollouts], per_turn=per_turn
-        )
 
 
 def test_no_proxy_stands_between(judge, server, monkeypatch):

@@ -1,6 +1,5 @@
 """Tests of the reward files: hand-written turns with the value each function must give, and rows of real data."""
 
-import inspect
 import time
 from types import ModuleType
 
@@ -47,12 +46,6 @@ def one(func, turns, gold="1887"):
     (value,) = func(rollout_turns=[turns], answer=[gold], prompts=[[]], completions=[[]], completion_ids=[[1]])
     assert value is None or type(value) is float
     return value
-
-
-def test_repeated_helpers_are_identical():
-    assert inspect.getsource(triviaqa._results) == inspect.getsource(calculator._results)
-    every_file = [*MODULES, load("chain_reward"), load("judge_reward")]
-    assert len({inspect.getsource(module._answer) for module in every_file}) == 1
 
 
 @pytest.mark.contract("triviaqa rewards")

@@ -266,6 +266,3 @@ def test_model_text_cannot_bring_control_characters():
     shown = group(question=EVIL, settings=[("gold answer", EVIL)], rows=[evil, group().rows[1]])
     plain = ex.render_text(shown, 300)
     assert not set("\x1b\x00\u202e\ud800") & set(plain) and "␛[31m␀⟨U+202E⟩⟨U+D800⟩" in plain
-
-
-# --- page ------------------------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def test_which_rollouts_are_taken_and_their_records():
         row_of("a1", 0.5), row_of("a2", 1.0, 1), row_of("a3", 1.0, 2), row_of("a3", 1.0, 3), row_of("b1", 0.2),
         row_of("b2", None), row_of("c1", 1.0, mode="eval"), row_of("c2", 1.0, error="died"),
         row_of("c3", 1.0, stop_reason="max_tokens"), row_of("c4", 1.0, turns=[]),
+        row_of("c6", 1.0, stop_reason="agent_timeout"),
         row_of("c5", 1.0, stop_reason="environment_stop", turns=[{"finish_reason": "length"}]),
     ]  # fmt: skip
 
@@ -139,10 +140,3 @@ def test_rollouts_with_images_are_refused(run, tmp_path, capsys):
     write_rollouts(tmp_path / "rollouts.rank0.jsonl", rows)
     with pytest.raises(SystemExit, match="read images, which the log has by name alone"):
         export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])
-
-
-@pytest.mark.parametrize(("stop", "kept"), [("answer", 1), ("max_tokens", 0), ("agent_timeout", 0)])
-def test_what_a_budget_cut_off_is_left_out(stop, kept):
-    row = {"mode": "train", "step": 0, "stop_reason": stop, "error": None, "reward": 1.0, "rewards": {}}
-    row |= {"turns": [{"finish_reason": "stop"}], "messages": [], "num_prompt_messages": 0}
-    assert len(export_sft.chosen([row], None, {}, None)) == kept

@@ -8,7 +8,6 @@ import torch
 import vision_model
 from scripted import Scripted
 from test_environments import verify_records
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 from vision_model import as_uri
 from vision_run import make_trainer, user
@@ -16,7 +15,6 @@ from vision_run import make_trainer, user
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
 from mt_grpo.images.messages import mark_of
 from mt_grpo.images.pictures import PLACE, SaidPictures, is_picture, pictures_in, readable, runs_of
-from mt_grpo.images.reader import inputs_of_rows
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -159,28 +157,6 @@ def test_messages_behind_a_turn(tokenizer, ids_of):
     assert rollout.new_tokens == len(rollout.completion_ids)
 
 
-def test_an_image_after_thoughts_that_the_template_drops(folder, tokenizer, ids_of):
-    """Nothing is rendered again: thoughts stay, and the observation after them has its image whole."""
-    tokenizer.chat_template = vision_model.TEMPLATE.replace(  # as Qwen3's: an earlier turn has no thoughts
-        "{%- if message.content is string -%}{{- message.content -}}",
-        "{%- if message.role == 'assistant' -%}{{- message.content.split('</think>')[-1] -}}"
-        "{%- elif message.content is string -%}{{- message.content -}}",
-    )
-    thought, last = "<think>Which digit? It is left</think>Left", "<think>So.</think><answer>4</answer>"
-    rendered = tokenizer.apply_chat_template([*ASKED, {"role": "assistant", "content": thought}], tokenize=False)
-    assert "think" not in rendered  # otherwise the case would be none
-    replies = [Reply(messages=[user("Now: ", part(k), ".")]) for k in (2, 3)]
-    rollout, backend = play(tokenizer, game(replies=replies), [thought, thought, last])
-    begin, said = ids_of(*turn("user", "Count."), ASKS), ids_of(thought)
-    pictures = vision_model.read(tokenizer, 2, 3)
-    first, second = (ids_of("<|im_end|>\n", *turn("user", "Now: ", each, "."), ASKS) for each in pictures)
-    prompts = [begin, begin + said + first, begin + said + first + said + second]
-    assert [request.prompt for request in backend.of(0)] == prompts
-    (record,) = rollout.records
-    assert record.completion_ids == said + first + said + second + ids_of(last)
-    assert pictures_in(record.completion_ids) == pictures
-
-
 def test_an_edited_history_is_a_record_with_its_own_pictures(tokenizer, ids_of):
     """A picture of `rollout.history` stays where its message does; another one in its place is another context."""
     one, two, three = vision_model.read(tokenizer, 1, 2, 3)
@@ -314,28 +290,6 @@ def test_an_image_counts_as_read(tokenizer, ids_of):
     assert fits.stop_reason == StopReason.ANSWERED and pictures_in(fits.completion_ids) == [one]
     without, _ = play(tokenizer, game(replies=[reply]), [MOVE], max_completion_length=needed - 1)
     assert without.stop_reason == StopReason.MAX_TOKENS and without.completion_ids == ids_of(MOVE)
-
-
-def test_an_image_that_does_not_fit_takes_no_other_with_it(tokenizer, ids_of):
-    """Of two rollouts, one ends before an image of 16 tokens. The other's image of 4 tokens reaches the model."""
-
-    class Shows:
-        def reset(self, size, **row):
-            self.size = size
-
-        def respond(self, rollout, turn):
-            return {"messages": [user(part(1, self.size))]} if len(rollout.turns) == 1 else None
-
-    needed = len(ids_of(MOVE, "<|im_end|>\n", *turn("user"), ASKS)) + 2 + 4 + MultiTurnToolEnv.MIN_ANSWER_TOKENS
-    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=Shows, max_completion_length=needed)
-    script, rows = [ids_of(each) for each in (MOVE, ANSWER)], [{"size": (112, 112)}, {"size": (56, 56)}]
-    large, small = env.generate([ASKED] * 2, Scripted([script, script]), rows=rows)["rollouts"]
-    assert (large.stop_reason, small.stop_reason) == (StopReason.MAX_TOKENS, StopReason.ANSWERED)
-    ids = [torch.tensor(rollout.prompt_ids + rollout.completion_ids) for rollout in (large, small)]
-    _, shown = inputs_of_rows(pad_sequence(ids, batch_first=True))
-    assert shown["num_images"] == [0, 1] and shown["image_grid_thw"].tolist() == [[1, 4, 4]]
-    pixels = tokenizer.pictures.read(image(1), "").features["pixel_values"]
-    assert torch.equal(shown["pixel_values"], pixels)
 
 
 @pytest.mark.parametrize("seed", range(12))

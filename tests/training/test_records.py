@@ -153,6 +153,8 @@ def test_what_ranks_agree_on(monkeypatch):
     args = SimpleNamespace(top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False)
     failed = rollout(error, stop_reason=StopReason.ENVIRONMENT_ERROR)
     assert compare_ranks([rollout(), failed], args, 7) == (0, [False, True, True], [False, False, True])
+    too_long = Rollout([], [1], stop_reason=StopReason.CONTEXT_LENGTH)  # its prompt, after `reset`
+    assert compare_ranks([rollout(), too_long], args, 7)[1] == [False, True, True]
     cut = rollout(contexts=2, stop_reason=StopReason.MAX_TOKENS)
     assert compare_ranks([cut, rollout(contexts=1)], args, 7) == (3, [False, False, True], [True, False, True])
     with pytest.raises(RunError, match="in all 3 rollouts of step 7: ValueError: no board"):

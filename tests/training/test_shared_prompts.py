@@ -296,27 +296,6 @@ def test_agents_have_the_gradient_of_a_row_per_turn(seed, monkeypatch):
         assert (gradients(model) - dense).abs().max() < 1e-5 * dense.abs().max()
 
 
-def test_first_turns_of_a_group_are_computed_once():
-    """Four rollouts have a first turn of 4 + 30 tokens in common, and two of them a second one of 4 + 20.
-
-    Each goes on with 5 + 10 of its own. Its history is compacted to the prompt and 16 tokens; 3 more are sampled.
-    """
-    records, prompt, numbers = [], [*range(20)], iter(range(100, 300))
-
-    def new(count):
-        return [next(numbers) for _ in range(count)]
-
-    of_all, of_two = (new(4), new(30)), (new(4), new(20))
-    for index in range(4):
-        own = [(new(5), new(10), None), (new(3), [], Context([], prompt + new(16)))]
-        turns = [(*of_all, None), *[(*of_two, None)] * (index < 2), *own]
-        turns = [Turn(i, None, "", "stop", observation_ids=o, context=c) for i, o, c in turns]
-        records += Rollout([], prompt, index, turns).records
-    row = SharedRow(dict(enumerate(trained_rows(records))), (8, 73))
-    assert len(row) == 20 + 34 + 24 + 4 * (5 - 1) + 4 * (16 + 3 - 1)  # no logprob reads a record's last token
-    assert row.labels.shape[1] == 4 * (4 + 5 + 3) + 2 * 4
-
-
 def test_a_kernel_for_sequences_reads_what_sdpa_reads(monkeypatch):
     """A stand-in computes each sequence by itself, its causal mask aligned at the end, as flash attention does.
 

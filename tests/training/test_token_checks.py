@@ -1,14 +1,10 @@
 """Whether training reads the tokens of inference: each fault is found by the check that is meant for it."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
-import trl
 from scripted import CHATML, END, QWEN3_TOKENIZER, Scripted, call, echo, ids, make_tokenizer
-from test_forks import BY_INDEX, Says, build, in_tags, train
 from test_formats import EVERY_FAMILY, FAMILIES, ids as ids_of, tokenizer_of
-from test_recipes import change_model
 
 import mt_grpo_trainer as mt
 from mt_grpo.generation.in_process import InProcessBackend
@@ -232,38 +228,3 @@ def test_who_brings_its_own_messages_renders_none_anew(monkeypatch):
     monkeypatch.setattr("mt_grpo.recipe.plugins.load_environment", lambda *args: (agents, None))
     with pytest.raises(ValueError, match="use_inference_chat_template has no effect if an agent"):
         rendered_conversation()
-
-
-def test_a_step_trains_each_turn_in_what_it_read(random_model, tmp_path, monkeypatch):
-    """From a recipe to the loss: rows of one turn each, of which nothing but what was sampled is trained."""
-    template = Path(trl.__file__).parent / "chat_templates/qwen3.jinja"
-    model = change_model(tmp_path, random_model, "chat_template.jinja", template.read_text())
-    (tmp_path / "rewards.py").write_text(BY_INDEX)
-    trainer = build(tmp_path, model, tools_script="tools/calculator.py", reward_fn=str(tmp_path / "rewards.py"),
-                    system_prompt="Compute. {tool_descriptions}", use_inference_chat_template=True)  # fmt: skip
-    tokenizer = trainer.processing_class
-    asks = in_tags("calculator", {"expression": "2 + 3"})
-    turns = [f"<think>one</think>\n\n{asks}", "<think>two</think>\n\nIt is 5"]
-    trainer.llm, batches, compute = Says(tokenizer, turns), [], trainer._compute_loss
-
-    def keep(model, inputs):
-        batches.append(inputs)
-        return compute(model, inputs)
-
-    monkeypatch.setattr(trainer, "_compute_loss", keep)
-    rows, steps = train(trainer)
-    assert [step["records/mean"] for step in steps] == [2.0, 2.0]
-    assert all(step[f"tokens/{check}_differ"] == 0.0 for step in steps for check in ("ids", "text"))
-    trained = []
-    for batch in batches:
-        for read, asked, said, mask in zip(*(batch[f"{name}_{kind}"] for name, kind in (
-            ("prompt", "ids"), ("prompt", "mask"), ("completion", "ids"), ("completion", "mask")
-        )), strict=True):  # fmt: skip
-            trained.append((tokenizer.decode(read[asked.bool()]), tokenizer.decode(said[mask.bool()])))
-    first = {said for read, said in trained if read.count("<|im_start|>assistant") == 1}
-    second = {(read.rpartition("<|im_start|>user\nWhat")[2], said) for read, said in trained if said not in first}
-    assert first == {turns[0]}  # a turn ends behind its call
-    result = "<|im_start|>user\n<result>\n5\n</result><|im_end|>\n<|im_start|>assistant\n"
-    assert {said for _, said in second} == {turns[1] + f" {index}<|im_end|>" for index in range(4)}
-    forgotten = f"<|im_start|>assistant\n{asks}<|im_end|>\n"  # without the thinking of the first turn
-    assert all(read.endswith(forgotten + result) for read, _ in second)
