@@ -30,6 +30,7 @@ from mt_grpo.base.errors import ServerLost
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.training.shared_prompts import SharedRow
 
 own_init = AcceleratorState.__init__
 
@@ -152,21 +153,29 @@ def fail_once() -> None:
 
 
 def check_each_pass() -> None:
-    """Behind each pass of FSDP2 its gradients are with the ranks that own them: none is kept whole."""
-    step = Trainer.training_step
+    """Logprobs are float32, and gradients add up so: of FSDP2, behind each pass, on the ranks that own them."""
+    step, spread = Trainer.training_step, SharedRow.spread
 
     def step_and_check(self, model, *args):
         loss = step(self, model, *args)
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad), "not handed out"
+        if self.is_deepspeed_enabled:
+            assert model.optimizer.gradient_accumulation_dtype == torch.float32
+        else:
+            assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad), "not handed out"
         return loss
 
-    Trainer.training_step = step_and_check
+    def check_and_spread(self, values):
+        if values.dtype != torch.float32:
+            sys.exit(f"logprobs in {values.dtype}")  # no error, which would only end the try of shared rows
+        return spread(self, values)
+
+    Trainer.training_step, SharedRow.spread = step_and_check, check_and_spread
 
 
 def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = sharding_init
-        check_each_pass()
+    check_each_pass()
     WeightSync.CHECK_EVERY = 1
     what, *arguments = sys.argv[1:]
     if what == "train":

@@ -372,12 +372,16 @@ def plan(trainer: ResumableTrainer) -> list[str]:
     num_prompts = rows // args.num_generations or 1 if trainer.layout.kind == "shared" else rows
     budget = args.max_tokens_per_pass or args.per_device_train_batch_size * (prompt + completion)
     tokens = max(min(num_prompts * prompt + rows * completion, budget), prompt + completion)
-    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
-    weights, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
-    weights *= 1 + bool(args.beta and getattr(trainer, "ref_model", None) is not None)
-    in_half = trainer.accelerator.mixed_precision != "no" and not trainer._is_sharded
-    copies = trained // 2 if in_half else 0  # autocast keeps one of each trained weight during a forward pass
-    kept = 0 if trainer._is_sharded else bytes_per_token(trainer)
+    in_half, sharded = trainer.accelerator.mixed_precision != "no", trainer._is_sharded
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in model.parameters()]
+    to_float32 = in_half and sharded  # what is trained, when training begins
+    each = [(number * (4 if to_float32 and trains else size), trains) for number, size, trains in sizes]
+    weights, trained = sum(size for size, _ in each), sum(size for size, trains in each if trains)
+    if args.beta and getattr(trainer, "ref_model", None) is not None:
+        weights += sum(number * size for number, size, _ in sizes)
+    # Of each trained weight autocast keeps one during a forward pass, and ZeRO-3 always; FSDP2 only of a layer.
+    copies = trained // 2 if in_half and not trainer._dist.is_fsdp else 0
+    kept = 0 if sharded else bytes_per_token(trainer)
     of_tokens = f" ({gib(kept * tokens)})" if kept else ""
     free = torch.cuda.mem_get_info()[0] if model.device.type == "cuda" else psutil.virtual_memory().available
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -103,16 +104,21 @@ class ResumableTrainer(GRPOTrainer):
         callbacks = [self._weight_counter, *(callbacks or [])]
         super().__init__(model, *args, peft_config=peft_config, callbacks=callbacks, **kwargs)
         self.add_callback(self.in_flight)
-        if self._dist.is_fsdp:  # each pass hands out its gradients: else they stay whole, and add up in bf16
-            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if config.save_on_each_node:  # transformers 5.17 writes weights on rank 0 only
             self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
 
-    def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
-        args = super()._build_accelerator_args(**kwargs)
-        (of_ddp,) = args["kwargs_handlers"]
-        of_ddp.gradient_as_bucket_view = True  # else DDP keeps a second copy of every gradient
-        return args
+    def create_accelerator_and_postprocess(self) -> None:
+        """With bf16, accelerate would add up the gradients of passes in it, and FSDP2 round logprobs to it."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.ddp_handler.gradient_as_bucket_view = True  # else DDP keeps a second copy of every gradient
+        state = self.accelerator.state
+        if fsdp := state.fsdp_plugin if self.is_fsdp_enabled else None:
+            self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True  # into sharded float32 gradients
+            if fsdp.fsdp_version == 2 and (policy := fsdp.mixed_precision_policy):
+                policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+                fsdp.mixed_precision_policy = policy  # of the reference model, too
+        if self.is_deepspeed_enabled:
+            state.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
 
     @property
     def _is_sharded(self) -> bool:

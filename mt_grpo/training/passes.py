@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from mt_grpo.images.pictures import Picture, is_picture, pictures_in
@@ -404,6 +405,7 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
             else:
                 with torch.no_grad():
                     total += trainer.compute_loss(model, each)
+        keep_in_buckets(model)
         return total + trainer.compute_loss(model, last)
     finally:
         trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef
@@ -413,13 +415,18 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
 def without_sync(accelerator: Any, model: Any, is_deepspeed: bool) -> Iterator[None]:
     """Gradients only add up, as in a micro-batch that is not the last one of its accumulation."""
     state = accelerator.gradient_state
-    if not state.sync_gradients:  # it is none
-        yield
-        return
-    syncs_anyway = is_deepspeed or state.plugin_kwargs.get("sync_each_batch", False)
+    syncs_anyway, before = is_deepspeed or state.plugin_kwargs.get("sync_each_batch", False), state.sync_gradients
     state._set_sync_gradients(False)
     try:
         with nullcontext() if syncs_anyway else accelerator.no_sync(model):
+            keep_in_buckets(model)
             yield
     finally:
-        state._set_sync_gradients(True)
+        state._set_sync_gradients(before)
+
+
+def keep_in_buckets(model: Any) -> None:
+    """Let DDP exchange behind a step's first pass: its buckets then are the gradients. Else each is kept twice."""
+    if isinstance(model, DistributedDataParallel):
+        first = next(p for p in model.parameters() if p.requires_grad).grad is None
+        model.require_backward_grad_sync |= first  # until the end of no_sync

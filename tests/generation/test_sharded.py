@@ -103,7 +103,7 @@ def assert_goes_on_exactly(trained):
 @pytest.mark.slow
 def test_fsdp2_keeps_float32_weights_beside_bf16(tmp_path):
     """Its own mixed precision. Steps of 1e-5 are smaller than the spacing of most weights in bf16, and add up."""
-    keys = {"bf16": True, "learning_rate": 1e-5, "max_steps": 3}
+    keys = {"bf16": True, "learning_rate": 1e-5, "max_steps": 3, "max_tokens_per_pass": 300}
     launch(FSDP2, [WORKER, "train"], "--config", recipe(tmp_path / "x", "out", **keys), precision="bf16")
     rows = steps(tmp_path / "x/out")
     assert list(rows) == [1, 2, 3] and all(map(math.isfinite, sum(rows.values(), [])))

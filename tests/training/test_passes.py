@@ -1,6 +1,7 @@
 """A step in passes of our own layout has the gradient of TRL's step."""
 
 import contextlib
+import copy
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -355,7 +356,7 @@ def test_a_batch_is_read_in_passes_of_shared_rows(size, most, gather, lengths):
 @pytest.mark.parametrize("is_deepspeed, each_batch", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("last_of_its_accumulation", [False, True])
 def test_ranks_exchange_gradients_once(monkeypatch, is_deepspeed, each_batch, last_of_its_accumulation):
-    """A pass that is not the last only adds up; where the micro-batch does so anyway, nothing is changed."""
+    """A pass that is not the last only adds up."""
     seen = []
     accelerator = Accelerator(cpu=True)
     accelerator.gradient_state._set_sync_gradients(last_of_its_accumulation)
@@ -368,7 +369,33 @@ def test_ranks_exchange_gradients_once(monkeypatch, is_deepspeed, each_batch, la
         assert accelerator.sync_gradients == last_of_its_accumulation
     finally:
         accelerator.gradient_state._set_sync_gradients(True)
-    assert seen == (["model"] if last_of_its_accumulation and not (is_deepspeed or each_batch) else [])
+    assert seen == ([] if is_deepspeed or each_batch else ["model"])
+
+
+def test_ddp_keeps_each_gradient_once(tmp_path):
+    """From a step's first pass on gradients are DDP's buckets, and add up as without it."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(plain), gradient_as_bucket_view=True)
+        state = SimpleNamespace(sync_gradients=False, plugin_kwargs={})
+        state._set_sync_gradients = lambda value: vars(state).update(sync_gradients=value)
+        accelerator = SimpleNamespace(gradient_state=state, no_sync=lambda model: model.no_sync())
+        for _ in range(3):
+            model.zero_grad(), plain.zero_grad()
+            for k in range(4):  # two of a micro-batch that is not the last, one of the last, and the last one
+                state.sync_gradients = k > 1
+                x = torch.full((2, 8), 0.5 * k)
+                with model.no_sync() if k < 2 else contextlib.nullcontext():
+                    with without_sync(accelerator, model, False) if k < 3 else contextlib.nullcontext():
+                        model(x).square().sum().backward()
+                plain(x).square().sum().backward()
+                assert all(p.grad.untyped_storage().nbytes() > p.grad.nbytes for p in model.parameters()), k
+                assert model.require_backward_grad_sync
+            for ours, expected in zip(model.parameters(), plain.parameters()):
+                torch.testing.assert_close(ours.grad, expected.grad)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def on_two_ranks(monkeypatch, function):
