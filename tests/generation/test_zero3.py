@@ -126,7 +126,7 @@ def test_bf16_loses_no_small_steps(launch_zero3, tmp_path):
     keys = {"dtype": "bfloat16", "bf16": True, "gradient_checkpointing": True}
     keys |= {"learning_rate": 5e-5, "lr_scheduler_type": "constant", "max_steps": 5}
     launch_zero3(
-        ZERO3, ["--mixed_precision", "bf16", "mt_grpo_trainer.py"], "--config", recipe(tmp_path / "x", "out", **keys)
+        ZERO3, ["--mixed_precision", "bf16", WORKER, "train"], "--config", recipe(tmp_path / "x", "out", **keys)
     )
     first = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")
     saved = load_file(tmp_path / "x/out/model.safetensors")

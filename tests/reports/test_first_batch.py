@@ -11,7 +11,7 @@ from project import ROOT
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
-from mt_grpo.reports.preflight import READINGS, bytes_per_token, facts_of_batches, run_preflight, troubles
+from mt_grpo.reports.preflight import READINGS, bytes_per_token, facts_of_batches, plan, run_preflight, troubles
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.pass_metrics import DepthMetrics
@@ -75,6 +75,14 @@ def test_a_recipe_that_is_well(bf16, memory, copies, tmp_path, capsys):
         r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal; \d", text, re.M
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_sharded_is_float32_when_it_trains(tmp_path, monkeypatch):
+    """Weights that are loaded in bfloat16: ZeRO-3 keeps 18 bytes of each parameter."""
+    recipe = recipe_file(tmp_path, bf16=True, dtype="bfloat16")
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", recipe]))
+    monkeypatch.setattr(type(trainer), "_is_sharded", True)
+    assert "memory   0.0152 GiB per rank before it is sharded (weights 0.00337 GiB," in plan(trainer)[1]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
