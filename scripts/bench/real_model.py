@@ -259,16 +259,17 @@ def tables(before: dict[str, Any], runs: list[dict[str, Any]], again: dict[str, 
     lines = [f"| | before |{''.join(f' `{name}` |' for name in methods)}", "|---|---|" + "---|" * len(methods)]
     shares = [f"{learned(of)} of {len(of)}" for of in methods.values()]
     lines.append(f"| seeds that learn | | {' | '.join(shares)} |")
-    for how in ("sampled", "greedy"):
-        for label in FIGURES:
-            cells = [cell([run[how][label] for run in of]) for of in methods.values()]
-            lines.append(f"| {label}, {how} | {cell([before[how][label]])} | {' | '.join(cells)} |")
+    hows = ("sampled", "greedy")
+    for label in FIGURES:
+        columns = [[before], *methods.values()]
+        cells = [", ".join(cell([run[how][label] for run in of]) for how in hows) for of in columns]
+        lines.append(f"| {label}: sampled, greedy | {' | '.join(cells)} |")
     for label in PERPLEXITIES if PERPLEXITIES[0] in before else ():
         cells = [cell([run[label] for run in of]) for of in methods.values()]
         lines.append(f"| {label} | {cell([before[label]])} | {' | '.join(cells)} |")
-    for label, how in itertools.product(COMPARED, ("sampled", "greedy") if again else ()):
-        cells = [cell(again.get(name, {}).get(how, {}).get(label, [])) for name in methods]
-        lines.append(f"| {label}, {how}, run again | | {' | '.join(cells)} |")
+    for label in COMPARED if again else ():
+        cells = [", ".join(cell(again[name][how][label]) for how in hows) if name in again else "" for name in methods]
+        lines.append(f"| {label}, run again | | {' | '.join(cells)} |")
     signal = [cell([run["no_signal"] for run in of]) for of in methods.values()]
     lines.append(f"| groups without signal | | {' | '.join(signal)} |")
     for label in COMPARED:
