@@ -1061,7 +1061,7 @@ class VLLMServerClient(ServerConnection):
         check_sampling_params(sampling_params)
         payload = {
             **sampling_defaults(), "stop": list(TOOL_FORMATS["xml"].stops), "include_stop_str_in_output": True,
-            **self.salt(),
+            **self.salt(), "presence_penalty": 0.0, "frequency_penalty": 0.0,  # else the server's own defaults hold
             **(sampling_params or {}), "model": self.adapter or self.model_card["id"], "prompt": prompt_ids,
             "max_tokens": max_tokens, "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False
         }  # fmt: skip

@@ -64,9 +64,9 @@ def read_completion(
         type(token_ids) is type(logprobs) is list
         and 0 < len(token_ids) == len(logprobs) <= max_tokens
         and not any(not_an_id(token, vocab_size) for token in token_ids)
-        and all(isinstance(value, int | float) and -1e9 < value < 1e-3 for value in logprobs)  # 0 up to rounding
+        and all(isinstance(value, int | float) and -9000 < value < 1e-3 for value in logprobs)  # vLLM: -9999 is NaN
         and num_read == num_prompt_tokens  # else the prompt was changed
-        and finish_reason in ("stop", "length")  # `abort`: a pause or a shutdown
+        and (finish_reason == "stop" or finish_reason == "length" and len(token_ids) == max_tokens)  # else `abort`
     )
     if not valid:
         raise BadAnswer(

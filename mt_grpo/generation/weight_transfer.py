@@ -280,7 +280,12 @@ class WeightTransfer:
             # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
             self._check_it_holds(held)
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
+            half_loaded = server.weight_version().startswith("loading-")
             engine.name_weights(server, f"loading-{version}")
+            if half_loaded:  # vLLM goes on where that load of a layer ended: the next one mixes both
+                with suppress(ServerError):  # of a load over NCCL, which would forbid another one
+                    server.request("POST", "/finish_weight_update", read=None)
+                load()
             load()
             engine.forget(server)
             engine.name_weights(server, version)

@@ -374,8 +374,7 @@ def plan(trainer: ResumableTrainer) -> list[str]:
     tokens = max(min(num_prompts * prompt + rows * completion, budget), prompt + completion)
     in_half, sharded = trainer.accelerator.mixed_precision != "no", trainer._is_sharded
     sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in model.parameters()]
-    to_float32 = in_half and sharded  # what is trained, when training begins
-    each = [(number * (4 if to_float32 and trains else size), trains) for number, size, trains in sizes]
+    each = [(number * (4 if in_half and sharded and trains else size), trains) for number, size, trains in sizes]
     weights, trained = sum(size for size, _ in each), sum(size for size, trains in each if trains)
     if args.beta and getattr(trainer, "ref_model", None) is not None:
         weights += sum(number * size for number, size, _ in sizes)

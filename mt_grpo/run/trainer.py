@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -14,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,7 @@ class ResumableTrainer(GRPOTrainer):
         config = kwargs["args"]
         check_output_on_nodes(config.output_dir, config.save_on_each_node)
         if config.beta != 0.0 and "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
-            # transformers would read the weights on rank 0 alone, and TRL 1.16 shards the reference model without
-            # handing them out: the other ranks' shards would be memory that nobody wrote, and the KL term noise.
+            # Else rank 0 alone reads them, and TRL 1.16 does not hand out the reference's: its KL would be noise.
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         callbacks = [self._weight_counter, *(callbacks or [])]
         super().__init__(model, *args, peft_config=peft_config, callbacks=callbacks, **kwargs)
@@ -115,8 +114,7 @@ class ResumableTrainer(GRPOTrainer):
         if fsdp := state.fsdp_plugin if self.is_fsdp_enabled else None:
             self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True  # into sharded float32 gradients
             if fsdp.fsdp_version == 2 and (policy := fsdp.mixed_precision_policy):
-                policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
-                fsdp.mixed_precision_policy = policy  # of the reference model, too
+                fsdp.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         if self.is_deepspeed_enabled:
             state.deepspeed_plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
 

@@ -130,7 +130,7 @@ def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
     """Nothing is sampled between the pause and the end, and no key of the old weights stays."""
     client = client_of(servers[0])
     assert set(push(client)) == {"gather", "load"}
-    one_push = ["/pause", "/update_weight_version", "/start_weight_update", "/update_weights",
+    one_push = ["/pause", "/weight_info", "/update_weight_version", "/start_weight_update", "/update_weights",
                 "/finish_weight_update", "/reset_prefix_cache", "/update_weight_version", "/resume"]  # fmt: skip
     assert servers[0].paths() == ["/get_world_size", "/init_weight_transfer_engine", *one_push]
     bodies = dict(servers[0].asked)
@@ -143,6 +143,16 @@ def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
     push(client, "v-2")  # by the same group, once the server says that it did not restart
     assert servers[0].paths() == ["/pause", "/weight_info", *one_push[1:]]
     assert len(nccl) == 1 and not nccl[0].destroyed.is_set()
+    client.close()
+
+
+def test_a_load_that_failed_half_way_is_completed_first(nccl, servers):
+    """vLLM would mix its parts with those of the next load. So that one is sent twice, outside of an open session."""
+    servers[0].version = "loading-v-0"
+    client = client_of(servers[0])
+    push(client)
+    assert nccl[0].broadcasts == 2 * [[1.0, 2.0], [[3.0]]] and servers[0].version == "v-1"
+    assert servers[0].paths().index("/finish_weight_update") < servers[0].paths().index("/start_weight_update")
     client.close()
 
 

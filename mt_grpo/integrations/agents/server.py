@@ -92,10 +92,7 @@ class AgentServer:
         raise ApiError(401, message, "invalid_api_key")
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request, with the error of its API if it is invalid.
-
-        The status of a stream is sent with its first comment, or with the answer.
-        """
+        """Answer a request, with the error of its API if it is invalid. A stream's status goes with its first part."""
         api, session = api_of(request.path, request.headers), None
         opened = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
