@@ -115,7 +115,7 @@ PASSING = [
 ]
 SILENCE = [Fault("silence", delay=600)]
 MALFORMED = Fault("malformed", change=lambda answer: b'{"choices": [{"token_ids": [1, 2')
-NAN = Fault("NaN", change=on_choice(lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, float("nan"))))
+NAN = Fault("NaN", change=on_choice(lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, -9999.0)))
 HUGE = {"token_ids": [2**70], "logprobs": {"token_logprobs": [-1.0]}}  # no ids of the vocabulary
 NO_SAMPLES = [
     MALFORMED,
@@ -128,6 +128,7 @@ NO_SAMPLES = [
     Fault("another prompt", change=another_prompt),
     Fault("longer", change=on_choice(longer)),
     Fault("aborted", change=on_choice(lambda choice: choice.update(finish_reason="abort"))),
+    Fault("cut", change=on_choice(lambda choice: choice.update(finish_reason="length"))),  # before max_tokens
 ]
 
 
