@@ -282,10 +282,10 @@ class WeightTransfer:
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
             half_loaded = server.weight_version().startswith("loading-")
             engine.name_weights(server, f"loading-{version}")
-            if half_loaded:  # vLLM goes on where that load of a layer ended: the next one mixes both
-                with suppress(ServerError):  # of a load over NCCL, which would forbid another one
-                    server.request("POST", "/finish_weight_update", read=None)
-                load()
+            if half_loaded:  # vLLM would mix that load of a layer with the next one: end it, over NCCL or by files
+                for end in (lambda: server.request("POST", "/finish_weight_update", read=None), load):
+                    with suppress(ServerError):
+                        end()
             load()
             engine.forget(server)
             engine.name_weights(server, version)
