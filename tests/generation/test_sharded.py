@@ -69,10 +69,10 @@ def steps(folder):
 
 @pytest.mark.contract("FSDP2")
 def test_fsdp2_trains_as_ddp_does(trained):
-    assert_trains_as_ddp_does(trained)
+    assert_trains_as_ddp_does(trained, atol=1e-5)  # passes add up in another order
 
 
-def assert_trains_as_ddp_does(trained, atol=1e-6):
+def assert_trains_as_ddp_does(trained, atol):
     """Up to rounding: behind two steps of Adam, of 6e-4 each, it may decide what is sampled."""
     ddp, whole, resumed = trained
     for step in (1, 2):
