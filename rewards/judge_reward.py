@@ -311,7 +311,7 @@ async def _ask(
                     raise ValueError(f"it serves {len(names)} models {names}. Set JUDGE_MODEL to one of them")
                 model = _MODELS[url] = names[0]
             tasks = {text: group.create_task(ask(model, text, count)) for text, count in requests.items()}
-    except* Exception as errors:
+    except ExceptionGroup as errors:
         error = errors.exceptions[0]
         body = getattr(error, "body", None)
         words = f"{error} {body}" if isinstance(body, str) else str(error)
