@@ -25,12 +25,6 @@ def size(path: str) -> int:
     return len((ROOT / path).read_text().splitlines())
 
 
-def keys_of_the_page(word: str) -> dict:
-    """The block of recipe keys with a word in it."""
-    (block,) = [body for body in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S) if word in body]
-    return yaml.safe_load(block)
-
-
 def build(folder: Path, model: str, rows: list[dict] = ROWS, script=mt, **keys):
     """A trainer by a recipe: four rollouts of one prompt for each of two steps."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -107,9 +101,8 @@ def test_hermes_and_parallel_calls(hermes_model, tmp_path, monkeypatch):
     (tmp_path / "tools.py").write_text(MEET)
     (tmp_path / "rewards.py").write_text(BY_INDEX)
     monkeypatch.setattr(MultiTurnToolEnv, "MAX_PARALLEL_CALLS", 2)
-    keys = keys_of_the_page("tool_format")
     files = {"tools_script": str(tmp_path / "tools.py"), "reward_fn": str(tmp_path / "rewards.py")}
-    trainer = build(tmp_path, hermes_model, **keys, **files, max_completion_length=900)
+    trainer = build(tmp_path, hermes_model, tool_format="hermes", **files, max_completion_length=900)
     three = "\n".join(hermes("meet", name=name) for name in "abc")
     trainer.llm = Says(trainer.processing_class, [three, "So we met"])
     rows, steps = train(trainer)
