@@ -177,6 +177,8 @@ def check_processes(args: GRPOConfig) -> None:
         raise ValueError(f"bf16: false, and accelerate was launched with {asked}, which it takes. Set bf16: true.")
     if launched != args.world_size:  # each would take itself for the only one
         raise ValueError(f"{launched} processes were launched, and accelerate counts {args.world_size}. Set use_cpu.")
+    if args.n_gpu > 1:  # DataParallel: batches n_gpu times as large, of prompts that repeat
+        raise ValueError(f"One process sees {args.n_gpu} GPUs. Start one for each, or set CUDA_VISIBLE_DEVICES=0.")
 
 
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:

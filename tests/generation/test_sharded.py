@@ -210,6 +210,9 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, monkeypa
     with monkeypatch.context() as mixed, pytest.raises(ValueError, match="bf16: false, and accelerate .* bf16, which"):
         mixed.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         check_processes(args)
+    with monkeypatch.context() as four, pytest.raises(ValueError, match="One process sees 4 GPUs"):
+        four.setattr(args, "_n_gpu", 4)
+        check_processes(args)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were launched.* counts 1"):
         check_processes(args)
