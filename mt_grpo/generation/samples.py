@@ -119,9 +119,8 @@ def once_per_image(prompt: list[int]) -> list[int]:
 def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
     """The body of `GENERATE` for a payload of `/v1/completions` whose prompt has images."""
     if unknown := sorted(payload.keys() - {*OF_REQUEST, *OF_SAMPLING, "prompt"}):
-        raise ValueError(
-            f"generation_kwargs: a vLLM server does not support {unknown[0]!r} for a prompt with images. Remove it."
-        )
+        where = "for a prompt with images"
+        raise ValueError(f"generation_kwargs: a vLLM server does not support {unknown[0]!r} {where}. Remove it.")
     images = [{"type": "image_url", "url": picture.data_uri} for picture in pictures_in(payload["prompt"])]
     return {
         **{key: payload[key] for key in OF_REQUEST if key in payload},

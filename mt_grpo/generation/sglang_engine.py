@@ -143,15 +143,14 @@ class SGLang(VLLM):
         return {**{key: info.get(key) for key in keys}, "max_model_len": server.model_card["max_model_len"]}
 
     def ranks(self, server: Any) -> list[int | None]:
-        count = int(server.server_info()["dp_size"])
-        return list(range(count)) if count > 1 else [None]
+        if server.server_info()["dp_size"] > 1:  # with one seed each
+            raise ServerError(f"{server.base_url}: SGLang's engines (dp-size) sample alike. Start several servers.")
+        return [None]
 
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
         if not (given := [f"{key}={cuts[key]}" for key in CUT_BEHIND_LOGPROBS if key in cuts]):
             return None
-        return (
-            f"returns logprobs from before {', '.join(given)}, which biases the importance ratio. Remove the setting"
-        )
+        return f"returns logprobs from before {', '.join(given)}, which biases the importance ratio. Remove it"
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
@@ -176,8 +175,6 @@ class SGLang(VLLM):
         placeholder = next((ids[i] for i, token in enumerate(prompt) if is_picture(token)), None)
         if placeholder is not None:  # the tokens of images are called by other ids in the answer
             body["token_ids_logprob"] = [placeholder]
-        if rank is not None:
-            body["routed_dp_rank"] = rank
 
         def read(answer: dict[str, Any]) -> list[float]:
             meta = answer["meta_info"]

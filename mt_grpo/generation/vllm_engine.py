@@ -70,12 +70,15 @@ class VLLM:
         """The data-parallel ranks, `[None]` if there is one. Raises `ServerError` if a push would miss some."""
         config = server.server_info().get("parallel_config") or {}
         if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
-            flags = "--data-parallel-external-lb and --data-parallel-hybrid-lb"
-            raise ServerError(
-                f"{server.base_url}: {flags} are not supported. Start several servers and list them all."
-            )
-        count = config.get("data_parallel_size", 1)
+            flags = "--data-parallel-external-lb and --data-parallel-hybrid-lb are not supported"
+            raise ServerError(f"{server.base_url}: {flags}. Start several servers and list them all.")
+        if (count := config.get("data_parallel_size", 1)) > 1 and self.release(server) < Version("0.32"):
+            raise ServerError(f"{server.base_url}: before vLLM 0.32 its engines sample alike. Start several servers.")
         return list(range(count)) if count > 1 else [None]
+
+    def release(self, server: Any) -> Version:
+        """Its version's numbers, such as 0.32.1; 0 for a build that names none."""
+        return Version(re.match(r"[\d.]*\d|", self.version(server))[0] or "0")
 
     def tokens(self, server: Any, text: str) -> list[int]:
         """The ids of a text without special tokens."""
@@ -94,9 +97,9 @@ class VLLM:
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
         flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
-        version, info = self.version(server), server.server_info()
-        if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
-            return f"{where} runs vLLM {version}, and loading adapters needs {LEAST_VLLM} or later"
+        info = server.server_info()
+        if self.release(server) < LEAST_VLLM:
+            return f"{where} runs vLLM {self.version(server)}, and loading adapters needs {LEAST_VLLM} or later"
         if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
             return f"{where} runs several engines (data parallel)"
         if not (config := info.get("lora_config") or {}):

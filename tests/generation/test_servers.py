@@ -291,12 +291,18 @@ def settled_pool(*servers, complete=True):
     return pool
 
 
-@pytest.mark.parametrize("key", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
-def test_engines_behind_several_addresses_are_refused(key):
+@pytest.mark.parametrize("config, version, reason", [
+    ({"data_parallel_external_lb": True}, "0.32.0", "--data-parallel-external-lb and .* are not supported"),
+    ({"data_parallel_hybrid_lb": True}, "0.32.0", "--data-parallel-external-lb and .* are not supported"),
+    ({"data_parallel_size": 2}, "0.31.2+cpu", "before vLLM 0.32 its engines sample alike"),
+    ({"data_parallel_size": 2}, "0.32.0rc1", None),
+])  # fmt: skip
+def test_which_engines_behind_an_address_are_refused(config, version, reason):
     server = Settled(0)
-    server.server_info = lambda: {"parallel_config": {key: True}}
-    with pytest.raises(ServerError, match="http://server0: --data-parallel-external-lb and .* are not supported"):
-        server.engine.ranks(server)
+    server.server_info = lambda: {"parallel_config": config}
+    server.request = lambda *args, read: read({"version": version})
+    with pytest.raises(ServerError, match=f"http://server0: {reason}") if reason else contextlib.nullcontext():
+        assert server.engine.ranks(server) == [0, 1]
 
 
 def test_servers_that_differ_are_refused_and_one_that_comes_back_otherwise_is_left_out(caplog):
@@ -455,7 +461,7 @@ def test_one_stale_engine_behind_an_address_is_found(pushing):
     push, pool, sync = pushing
     for step in range(10):
         push(f"v-{step}")
-    pool.servers[2].engines = 4
+    pool.servers[2].engines, pool.servers[2].request = 4, lambda *args, read: "0.32.0"
     # One engine of four is off by 2e-3, above the tolerance of 1e-3; the mean over the engines is 5e-4.
     pool.servers[2].score = lambda ids, rank: [-1.0 - 2e-3 * (rank == 3)] * (len(ids) - 1)
     push("v-10")

@@ -7,6 +7,7 @@ import math
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,9 +67,11 @@ def test_what_a_request_says():
             ask([3], **{key: 1})
     forbidden = SGLang().ask_for_sample({"prompt": [3], "max_tokens": 8, "logit_bias": {"7": 1.5}}, 400, [8, 9]).body
     assert forbidden["sampling_params"]["logit_bias"] == {"7": 1.5, "8": -100.0, "9": -100.0}
-    score = SGLang().ask_for_prompt({"prompt": [3, 5], "max_tokens": 1, "temperature": 1.0}, 400, rank=1).body
-    assert (score["logprob_start_len"], score["routed_dp_rank"]) == (0, 1)
-    assert score["sampling_params"]["max_new_tokens"] == 0 and "token_ids_logprob" not in score
+    score = SGLang().ask_for_prompt({"prompt": [3, 5], "max_tokens": 1, "temperature": 1.0}, 400).body
+    assert score["logprob_start_len"] == score["sampling_params"]["max_new_tokens"] == 0
+    assert "token_ids_logprob" not in score
+    with pytest.raises(ServerError, match="sample alike"):
+        SGLang().ranks(SimpleNamespace(base_url="http://a", server_info=lambda: {"dp_size": 2}))
 
 
 @pytest.mark.parametrize("wrong", [400, -1, 2**31])
