@@ -63,9 +63,7 @@ def note_rounding(trainer):
     @torch.no_grad()
     def measured(inputs):
         output = generate(inputs)
-        ids, mask = (
-            torch.cat([output[f"prompt_{kind}"], output[f"completion_{kind}"]], 1) for kind in ("ids", "mask")
-        )
+        ids, mask = (torch.cat([output[f"prompt_{k}"], output[f"completion_{k}"]], 1) for k in ("ids", "mask"))
         coarse = copy.deepcopy(trainer.model).to(torch.bfloat16)
         length = output["completion_ids"].shape[1]
         logps = trainer._get_per_token_logps_and_entropies(coarse, ids, mask, length)[0]
@@ -123,7 +121,7 @@ def checkpoint(trainer):
 
 def plain(trainer):
     """Training alone. `beyond`: what the engine sampled behind a closing tag."""
-    told = {"syncs": load_from_file(trainer.vllm_generation), "beyond": []}
+    told = {"syncs": load_from_file(trainer.vllm_generation), "beyond": [], "seed": torch.initial_seed()}
     generate = trainer.llm._generate_batch
 
     def watched(prompts, max_tokens):
@@ -135,9 +133,7 @@ def plain(trainer):
     trainer.llm._generate_batch = watched
     frozen = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    moved = [
-        name for name, p in trainer.model.named_parameters() if name in frozen and not torch.equal(p, frozen[name])
-    ]
+    moved = [n for n, p in trainer.model.named_parameters() if n in frozen and not torch.equal(p, frozen[n])]
     return {**told, "steps": steps(trainer), "frozen": len(frozen), "frozen_moved": moved}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import gather_object, is_peft_model, set_seed
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerCallback, TrainerState
@@ -462,6 +462,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         trainer.weight_sync = WeightSync(client, model, weights, accelerator, probe, num_adapters, scores)
         return client
     if trainer.backend == "colocate":
+        set_seed(args.seed, device_specific=True)  # the engine has set its own, the same in all runs
         stops = {"stop": list(trainer.env.format_of(trainer.env.tokenizer).stops), "stop_token_ids": ends}
         stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
         trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
