@@ -70,8 +70,8 @@ def answer_in_search_results_reward_func(
 ) -> list[list[float | None] | None]:
     """Reward the first search whose result contains the answer: 0.5. None for a turn without a result.
 
-    Searches after it earn 0.0. None for all turns if the row has no answer, or only the answers yes or no, which
-    no search finds.
+    Later searches earn 0.0, and of several in one turn only the last one counts: a turn is one guess. None for all
+    turns if the row has no answer, or only the answers yes or no, which no search finds.
 
     >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
     >>> texts = ("The Danube.", "Rollo, a Viking, led.", "Rollo was a Viking!")
@@ -83,7 +83,7 @@ def answer_in_search_results_reward_func(
     for turns, golds in zip(rollout_turns, map(_golds, answer), strict=True):
         found, row, golds = False, [], [gold for gold in golds if gold not in (["yes"], ["no"])]
         for turn in turns:
-            here = any(result.error is None and _holds(result.text, golds) for result in turn.results)
+            here = any(result.error is None and _holds(result.text, golds) for result in turn.results[-1:])
             row.append(0.5 * (here and not found) if turn.results else None)
             found = found or here
         rewards.append(row if golds else None)

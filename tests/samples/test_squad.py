@@ -43,9 +43,8 @@ def test_answers_are_judged_as_squad_judges_them(answer, exact, f1):
 def test_a_copied_sentence_is_no_close_answer():
     """Its F1 is sure and small: that of the F1 alone teaches to copy."""
     copied = "William, the Duke of Normandy, conquered England in 1066, behind a long war"  # 3 of 11 words
-    said = [
-        [search("William"), says(text)] for text in (copied, "William I of England", "A Duke", "William I", "", None)
-    ]
+    texts = copied, "William I of England", "A Duke", "William I", "", None
+    said = [[search("William"), says(text)] for text in texts]
     f1s = [0.5 * 2 * 3 / (11 + 3), 0.5 * 2 * 2 / (4 + 2), 0.5 * 2 * 1 / (1 + 3), 0.5, 0.0, 0.0]
     assert squad.f1_reward_func(said, answer=[GOLD] * 6) == pytest.approx(f1s)
     assert squad.close_answer_reward_func(said, answer=[GOLD] * 6) == pytest.approx([0.0, *f1s[1:]])
@@ -55,12 +54,12 @@ def test_a_copied_sentence_is_no_close_answer():
 def test_each_search_is_judged_by_itself_and_none_finds_yes_or_no():
     """The first that finds the answer is paid; words inside other words are none; a failed call found nothing. Any
     text may have these words. The answer itself is judged as always."""
-    turns = [search("King William II"), search("Error: Duke of Normandy", error="tool"),
-             search("no", "It was the Duke of Normandy."), search("The Duke of Normandy"),
-             says("Duke of Normandy")]  # fmt: skip
+    turns = [search("King William II"), search("It was the Duke of Normandy.", "no"),
+             search("Error: Duke of Normandy", error="tool"), search("no", "It was the Duke of Normandy."),
+             search("The Duke of Normandy"), says("Duke of Normandy")]  # fmt: skip
     found = squad.answer_in_search_results_reward_func([turns, []], answer=[GOLD, GOLD])
-    assert found == [[0.0, 0.0, 0.5, 0.0, None], []]
-    assert squad.call_ran_reward_func([turns, []]) == [[0.1, 0.0, 0.1, 0.1, None], []]
+    assert found == [[0.0, 0.0, 0.0, 0.5, 0.0, None], []]
+    assert squad.call_ran_reward_func([turns, []]) == [[0.1, 0.1, 0.0, 0.1, 0.1, None], []]
     turns = [[search("There is no doubt: yes."), says("Yes.")]] * 3
     golds = ["yes", {"value": "no", "aliases": ["No."]}, ["no", "no doubt"]]
     assert squad.answer_in_search_results_reward_func(turns, answer=golds) == [None, None, [0.5, None]]
