@@ -305,9 +305,8 @@ def written_examples(
                 checks = (check_call(c, tools) if all_known or c.name in tools else c.error for c in calls)
                 mistakes = " ".join(filter(None, checks))
                 if mistakes or len(results) != len(calls):
-                    raise ValueError(
-                        f"{turn['content']!r:.200}: {len(calls)} calls, {len(results)} results. {mistakes}"
-                    )
+                    counts = f"{len(calls)} calls, {len(results)} results"
+                    raise ValueError(f"{turn['content']!r:.200}: {counts}. {mistakes}")
                 read = tool_format.results(calls, results)
                 messages += [turn, *read]
                 texts += [*turn["content"].splitlines(), *(call.name for call in calls if "tool_calls" in turn)]

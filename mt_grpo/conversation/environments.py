@@ -155,9 +155,7 @@ def class_tools(cls: type) -> dict[str, Callable]:
 def check_environment(cls: Any, where: str) -> None:
     """Raise `ValueError` unless a class can serve as an environment. It is not instantiated."""
     if not isinstance(cls, type) or not callable(getattr(cls, "reset", None)):
-        raise ValueError(
-            f"{where} is {cls!r}, expected a class with a method reset(self, **row), or a dict of classes."
-        )
+        raise ValueError(f"{where} is {cls!r}, expected a class with a method reset(self, **row), or a dict of them.")
     for name, count in METHODS.items():
         try:
             if count is not None and (method := getattr(cls, name, None)) is not None:

@@ -462,11 +462,12 @@ def run_preflight(trainer: ResumableTrainer) -> int:
     found = troubles(facts)
     pointless = any(trouble.pointless for trouble in found)
     on_gpu = trainer.model.device.type == "cuda"
+    adam = "with" if trainer.is_deepspeed_enabled else "without"  # its backward takes the step
     memory = torch.cuda.max_memory_allocated() if on_gpu else most_resident()
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
     prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
     say("", "The first prompt, as the model reads it:", prompt, "")
-    say(f"{summary(facts)}; {gib(memory)} of memory without Adam", "")
+    say(f"{summary(facts)}; {gib(memory)} of memory {adam} Adam", "")
     say("Problems, causes first:" if found else "No problem was found.")
     for number, trouble in enumerate(found, 1):
         say(f"  {number}. {trouble.name}: {trouble.text}")

@@ -435,9 +435,7 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
         if is_list and not per_turn:
             raise ValueError(f"Reward {name} returned a list per rollout. Move it from OUTCOME_ to TURN_REWARD_FUNCS.")
         if is_list and len(value) != len(turns):
-            raise ValueError(
-                f"Reward {name} returned {len(value)} values for rollout {i} of {len(turns)} turns: one each."
-            )
+            raise ValueError(f"Reward {name} returned {len(value)} values for rollout {i} of {len(turns)} turns.")
         for number in value if is_list else [value]:
             if number is not None and not is_finite(number):
                 raise ValueError(f"Reward {name} returned {number!r:.100}, expected None or a finite number.")

@@ -20,7 +20,7 @@ Environment:
     SGLANG_PYTHON         the interpreter that has SGLang (default: .venv-sglang/bin/python, of setup.sh --sglang)
     SERVER_TIMEOUT        seconds that a server may take to start (default 1800)
     SERVER_RESTARTS       how often each server that dies during training is started again (default 3)
-    STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
+    STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 300)
     TRAINER               the trainer (default: mt_grpo_trainer.py), for a copy that does something else
     PYTHON                the interpreter of everything that is started (default: the one that runs this file)
 
@@ -49,7 +49,7 @@ from launch import keeper
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
+LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 300}
 # Names of variables that are not one engine's, and the variables that they are.
 OTHER_VARIABLES = {"NUM_SERVERS": "VLLM_SERVERS", "SERVER_TP": "VLLM_TP", "SERVER_ARGS": "VLLM_ARGS"}
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -172,8 +172,8 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
         shared.append("--trust-remote-code")
     if plan["tensor_parallel"] > 1:
         shared += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    if gpus:  # in float32 vLLM's attention by Triton would round to TF32, which the first push's proof finds
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus, "TRITON_F32_DEFAULT": "ieee"}
     command[5:5] = shared  # after the program and its model
     return [*command, *os.environ.get("VLLM_ARGS", "").split()], environment
 
@@ -260,7 +260,8 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
     say(f"training with {processes} process(es) on {where}{how}, output: {plan['output_dir']}")
     on_cpu = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1", "ACCELERATE_USE_CPU": "true"}
     devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else on_cpu
-    return command, {**devices, **package_path()}
+    seconds = os.environ.get("STOP_TIMEOUT") or str(LIMITS["STOP_TIMEOUT"])  # PyTorch's launcher gives 30
+    return command, {**devices, **package_path(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
 
 
 def package_path() -> dict[str, str]:

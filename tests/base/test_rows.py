@@ -187,9 +187,8 @@ SOLUTION = "She earns 18 * 100 dollars.\n#### 1,800"
 
 def test_a_data_set_in_python_is_used_untouched(random_model, tmp_path):
     """The same object, its columns as they are: the rewards get what Arrow makes of them."""
-    table = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": str(i)}], "answer": SOLUTION} for i in range(6)]
-    )
+    prompts = [[{"role": "user", "content": str(i)}] for i in range(6)]
+    table = Dataset.from_list([{"prompt": prompt, "answer": SOLUTION} for prompt in prompts])
     trainer = make_trainer(random_model, tmp_path, eval_dataset={"a": table, "b": table.select([0])})
     trainer.train_dataset, held = table, trainer.train_dataset
     assert isinstance(held, Dataset)

@@ -71,9 +71,7 @@ def test_a_recipe_that_is_well(bf16, memory, copies, tmp_path, capsys):
     assert "of a pass of at most 2,628 tokens (" in text  # 2 prompts of 34, 16 completions of 160
     assert bf16 or "tokens (0.134 GiB); beside" in text
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
-    assert re.search(
-        r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal; \d", text, re.M
-    )
+    assert re.search(r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* groups without signal; \d", text, re.M)
     assert not (tmp_path / "out").exists()
 
 

@@ -752,7 +752,8 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
         "bfloat16 --trust-remote-code --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm "
         "--weight-transfer-config"
     ).split() + ['{"backend": "nccl"}', "--seed", "3"]
-    assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "2"}
+    shared = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    assert environment == {**shared, "CUDA_VISIBLE_DEVICES": "2", "TRITON_F32_DEFAULT": "ieee"}
     by_disk = train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1, "2")[0]
     assert "--weight-transfer-config" not in by_disk and "--tensor-parallel-size" not in by_disk
     with_adapters, environment = train.server_command("py", GPU_PLAN | {"adapters": [16, 3]}, 1, "2")
@@ -772,7 +773,8 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
         f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --mixed_precision bf16 "
         "--main_process_port 0 mt_grpo_trainer.py --config r --dtype float32"
     )
-    assert environment == {"CUDA_VISIBLE_DEVICES": "0,1", **train.package_path()}
+    devices, seconds = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+    assert environment == {**devices, **train.package_path(), **seconds}
     assert "training with 2 process(es) on GPU 0,1, by hf_recipes/accelerate/ddp.yaml" in capsys.readouterr().out
     command, _ = train.trainer_command("py", GPU_PLAN | {"deepspeed": True}, [])
     assert "hf_recipes/accelerate/zero3.yaml" in command and "--dtype" not in command
