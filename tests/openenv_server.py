@@ -46,9 +46,8 @@ class Served:
         self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
     async def _page(self, request):
-        return web.json_response(
-            {"metadata": {"name": self.name}, "schema": {"action": self.action}}[request.path[1:]]
-        )
+        pages = {"metadata": {"name": self.name}, "schema": {"action": self.action}}
+        return web.json_response(pages[request.path[1:]])
 
     async def _session(self, request):
         socket = web.WebSocketResponse(max_msg_size=0)

@@ -229,9 +229,8 @@ def run_on_ranks(model, out):
     results = {}
     for name, settings in ON_RANKS.items():
         for layout, limit in (("trl", None), ("shared", None), ("shared", 80), ("padded", 120)):
-            trainer = make_trainer(
-                model, out / f"{name} {layout} {limit}", layout, settings, max_tokens_per_pass=limit
-            )
+            folder = out / f"{name} {layout} {limit}"
+            trainer = make_trainer(model, folder, layout, settings, max_tokens_per_pass=limit)
             trainer.train()
             passes = [one for each in trainer._buffered_inputs for one in each.get("passes", [])]
             results[f"{name}-{layout}-{limit}"] = (

@@ -154,9 +154,8 @@ def core() -> dict[str, str]:
 def undocumented() -> list[str]:
     """Public functions, classes and methods without a docstring. A method inherits one, as `inspect.getdoc` does."""
     kinds, names = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, []
-    classes = [
-        node for name in files("script", "package") for node in tree(name).body if isinstance(node, ast.ClassDef)
-    ]
+    nodes = [node for name in files("script", "package") for node in tree(name).body]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     has_doc = {(node.name, each.name) for node in classes for each in node.body
                if isinstance(each, kinds) and ast.get_docstring(each)}  # fmt: skip
     for name in files("script", "package"):

@@ -459,6 +459,5 @@ def first_unknown(ids: list[int], vocab_size: int) -> Any:
 
 def altered(what: str) -> EnvironmentFailure:
     """The error for a rollout that its environment has changed."""
-    return EnvironmentFailure(
-        f"The rollout cannot be trained: {what}. An environment must not change the rollout. Return a reply instead."
-    )
+    advice = "An environment must not change the rollout. Return a reply instead."
+    return EnvironmentFailure(f"The rollout cannot be trained: {what}. {advice}")

@@ -237,9 +237,8 @@ class WeightSync:
     def _distances(self, ours: torch.Tensor) -> dict[int, float]:
         """Per server the mean difference from logprobs of the probe ids, (T-1,): the largest of its engines."""
         theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
-        return self._largest_of_ranks(
-            {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
-        )
+        gaps = {number: ours - torch.tensor(scores) for number, scores in theirs.items()}
+        return self._largest_of_ranks({number: gap.abs().mean(1).max().item() for number, gap in gaps.items()})
 
     def _largest_of_ranks(self, distances: dict[int, float]) -> dict[int, float]:
         """Per server the largest distance of all ranks, infinite if one is not a number."""

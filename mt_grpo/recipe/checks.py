@@ -143,10 +143,8 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
 def check_groups(funcs: list[Callable], args: GRPOConfig, dataset: Any) -> None:
     """Raise `ValueError` if a function has the parameter `groups`, and a rank would have incomplete groups."""
     train, test = args.per_device_train_batch_size * args.steps_per_generation, args.per_device_eval_batch_size
-    incomplete = train % args.num_generations or (
-        args.eval_strategy != "no" and test % (args.num_generations_eval or args.num_generations)
-    )
-    if incomplete and "groups" in asked_of(funcs) - set(dataset.column_names):
+    rest = test % (args.num_generations_eval or args.num_generations) if args.eval_strategy != "no" else 0
+    if (train % args.num_generations or rest) and "groups" in asked_of(funcs) - set(dataset.column_names):
         raise ValueError(
             "A reward function has the parameter groups. Set per_device_train_batch_size * steps_per_generation and "
             "per_device_eval_batch_size to multiples of num_generations."

@@ -41,17 +41,13 @@ class ServerAndLogKeys:
     weight_sync_dir: str | None = key(
         None, "Shared directory of the disk transport. None: /dev/shm, else the temp dir", path=True, trained=False
     )
-    vllm_request_timeout: float = key(
-        600.0, "Seconds that one generation request may take", within="(0, inf)", trained=False
-    )
+    vllm_request_timeout: float = key(600.0, "Seconds for one generation request", within="(0, inf)", trained=False)
     tokenization_sanity_check_mode: str = key(
         "strict",
         "How strictly tokens are compared with a whole rendering",
         one_of=("strict", "ignore_strippable", "off", "disable"),
     )
-    log_rollouts: int = key(
-        16, "Rollouts per rank and batch in the log rollouts.*.jsonl", within="[0, inf)", trained=False
-    )
+    log_rollouts: int = key(16, "Rollouts per rank and batch in rollouts.*.jsonl", within="[0, inf)", trained=False)
     log_rollout_tokens: bool = key(False, "Log every token of these rollouts, too", trained=False)
     # Other defaults than TRL's, which do not fit conversations.
     max_completion_length: int = key(

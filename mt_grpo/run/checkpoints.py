@@ -154,8 +154,14 @@ def load_first_adapter(checkpoint: str, model: Any) -> None:
 
 def weights_not_finite(model: Any) -> list[str]:
     """The names of parameters with a NaN or an infinite number. For a sharded model, in this rank's shards."""
-    shards = {name: getattr(each, "ds_tensor", each).detach() for name, each in model.named_parameters()}
-    shards = {name: shard.to_local() if hasattr(shard, "to_local") else shard for name, shard in shards.items()}
+
+    def shard_of(weight: Any) -> torch.Tensor:  # of ZeRO-3 without the padding at the end, which nobody wrote
+        if not hasattr(weight, "ds_tensor"):
+            return weight.to_local() if hasattr(weight, "to_local") else weight
+        before = weight.ds_process_group.rank() * weight.ds_tensor.numel()
+        return weight.ds_tensor[: max(0, weight.ds_numel - before)]
+
+    shards = {name: shard_of(each).detach() for name, each in model.named_parameters()}
     # Numbers of 8 bits are frozen: they are of a quantised base.
     whole = {name: shard for name, shard in shards.items() if shard.is_floating_point() and shard.element_size() > 1}
     return [name for name, shard in whole.items() if not shard.isfinite().all()]

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class WeightCounter(TrainerCallback):
         self.version += 1
 
     def on_train_begin(self, args, state, control, **kwargs):  # after resume_from_checkpoint has loaded
+        state.compute_steps(args, state.max_steps)  # else save_steps and others are the checkpoint's
         self.version += 1
         self.loads += 1
 
@@ -156,6 +157,8 @@ class ResumableTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None and not self.is_deepspeed_enabled and Path(checkpoint, "latest").is_file():
+                raise ValueError("its optimizer is DeepSpeed's. Launch with hf_recipes/accelerate/zero3.yaml")
             if checkpoint is not None and not self._is_sharded:
                 for group in self.optimizer.param_groups:  # torch compares only the numbers of parameters
                     if lacking := sorted(self.optimizer.defaults.keys() - group.keys()):
@@ -400,7 +403,9 @@ class ResumableTrainer(GRPOTrainer):
 
 def train_or_save(trainer: ResumableTrainer) -> None:
     """Train to the end and save the model. After a failure or a signal, save a checkpoint and exit."""
-    with trainer.stop_on_signals():
+    failed = None
+    with trainer.stop_on_signals(), ExitStack() as behind:
+        behind.callback(trainer.close_client)
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         except RunStopped as stopped:
@@ -408,11 +413,9 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=error.__cause__)
-            if isinstance(error, CheckpointError):  # nothing was trained: there is no state to save
-                sys.exit(f"error: {error}")
-            sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
-        finally:
-            trainer.close_client()
+            failed, trained = f"error: {error}", not isinstance(error, CheckpointError)
+        if failed:  # here, where no frame of the error holds the activations of a pass that did not fit
+            sys.exit(f"{failed}\n{trainer.save_where_it_stopped()}" if trained else failed)
         try:
             trainer.save_trained_model()  # a signal does not interrupt this
         except NotFinite as error:

@@ -125,9 +125,8 @@ class RewardFunctions:
                 values[f][place] = value
         for name, column in logged.items():
             if len(column) % len(places) and len(places) < len(batch.rollouts):
-                raise ValueError(
-                    f"log_extra({name!r}): got {len(column)} values, expected one for each of {len(places)} rollouts."
-                )
+                wanted = f"expected one for each of {len(places)} rollouts"
+                raise ValueError(f"log_extra({name!r}): got {len(column)} values, {wanted}.")
             last = dict(zip(places, column[-len(places) :]))  # of several calls the last one's
             if column:
                 columns["log_extra"](name, [last.get(i) for i in range(len(batch.rollouts))])

@@ -250,9 +250,8 @@ def attention(
     another row may be the present one.
     """
     if shared_row is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
+        kwargs |= {"scaling": scaling, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if torch.is_autocast_enabled(query.device.type):  # as SDPA does it, and once for the masks
         half = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(half) for x in (query, key, value))

@@ -611,9 +611,7 @@ def test_templates_without_a_known_syntax_are_refused(fmt, name, part):
         TOOL_FORMATS[fmt](tokenizer)
 
 
-@pytest.mark.parametrize(
-    "fmt, name", [("xml", "qwen3"), ("hermes", "qwen3"), *(("native", name) for name in FAMILIES)]
-)
+@pytest.mark.parametrize("fmt, name", [("xml", "qwen3"), ("hermes", "qwen3"), *(("native", n) for n in FAMILIES)])
 def test_no_text_of_a_model_raises(fmt, name):
     """Texts of parts that the syntax is made of, cut and mixed."""
     fmt, family, rng = TOOL_FORMATS[fmt](tokenizer_of(name)), FAMILIES[name], random.Random(0)

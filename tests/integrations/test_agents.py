@@ -345,10 +345,8 @@ def test_streams(monkeypatch, seconds):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.1)
 
     async def agent(row, client):
-        options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD]}
-        chunks = [
-            c async for c in await client.chat.completions.create(model="policy", messages=[user("a")], **options)
-        ]
+        options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD], "messages": [user("a")]}
+        chunks = [c async for c in await client.chat.completions.create(model="policy", **options)]
         deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
         calls = [call for delta in deltas for call in delta.tool_calls or []]
         assert "".join(delta.content or "" for delta in deltas) == "Now."
@@ -963,9 +961,8 @@ def test_a_daemon_that_holds_the_output_of_a_command_open_ends_with_it(tmp_path,
 
 def running_in(folder):
     """The ids of processes whose command names a folder: what a command says of its own id is of its namespace."""
-    return [
-        each.pid for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())
-    ]
+    processes = psutil.process_iter(["cmdline"])
+    return [each.pid for each in processes if str(folder) in " ".join(each.info["cmdline"] or ())]
 
 
 SPY = """

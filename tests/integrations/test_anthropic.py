@@ -396,8 +396,6 @@ def test_results_that_are_errors_and_arguments_that_no_client_could_write():
         await create(claude, messages, tools=[TOOL], max_tokens=900)
 
     arguments = '"\\ud83d"', "[" * 300 + "]" * 300
-    turns = [
-        f'<tool_call>\n{{"name": "add", "arguments": {{"a": {each}, "b": 1}}}}\n</tool_call>' for each in arguments
-    ]
+    turns = [f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": 1}}}}\n</tool_call>' for a in arguments]
     rollout, _ = run(agent, *turns, "2", max_completion_length=99_999, max_model_len=9999)
     assert len(rollout.turns) == 3 and len(rollout.records) == 1

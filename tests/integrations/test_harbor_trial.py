@@ -101,9 +101,8 @@ COUNT = '[{"keystrokes": "grep -c ERROR app.log > errors.txt\\n", "duration": 1.
 @pytest.mark.timeout(3600)
 def test_real_trials_in_docker(tmp_path, monkeypatch):
     """The sample tasks, without a network of their own. It needs HARBOR_PYTHON, and debian:bookworm-slim in Docker."""
-    if any(
-        subprocess.run(["docker", *each], capture_output=True).returncode for each in (["info"], ["compose", "ls"])
-    ):
+    asked = ["docker", "info"], ["docker", "compose", "ls"]
+    if any(subprocess.run(command, capture_output=True).returncode for command in asked):
         pytest.skip("Docker with Compose does not answer: `docker info`, `docker compose ls`")
     if subprocess.run([os.environ.get("HARBOR_PYTHON", sys.executable), "-c", "import harbor"]).returncode:
         pytest.skip("HARBOR_PYTHON has no harbor")

@@ -111,9 +111,8 @@ def test_reasoning_is_kept_where_a_record_begins():
         ):  # fmt: skip
             await client.responses.create(model="policy", instructions="B.", tools=[FLAT], **way)
 
-    rollout, llm = run(
-        agent, f"{THINKS}Now.\n{CALL}", "2", tokenizer=with_template("qwen3"), max_completion_length=3000
-    )
+    qwen = {"tokenizer": with_template("qwen3"), "max_completion_length": 3000}
+    rollout, llm = run(agent, f"{THINKS}Now.\n{CALL}", "2", **qwen)
     read = [TOKENIZER.decode(prompt) for prompt, _ in llm.asked[1:]]
     assert len(set(read)) == 1 and "<think>\nHm.\n</think>" in read[0] and "A." not in read[0], read
 

@@ -470,9 +470,8 @@ def test_a_null_that_a_row_of_json_says_is_an_argument(tmp_path):
     """A table's null, where another row has the key, is none."""
     own = {"create_kwargs": {"start": 5, "of": {"x": None}}, "execute_kwargs": {"z": None}, "release_kwargs": None}
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", "tools_kwargs": {"count": own}}))
-    table = Dataset.from_list(
-        [{"tools_kwargs": {"count": {"create_kwargs": kwargs}}} for kwargs in ({"start": 2}, {"y": 2})]
-    )
+    of_rows = {"start": 2}, {"y": 2}
+    table = Dataset.from_list([{"tools_kwargs": {"count": {"create_kwargs": kwargs}}} for kwargs in of_rows])
     data = [*load_rows(str(tmp_path / "rows.jsonl"), "train"), table[1]]
     counter(tmp_path, NEW)
     rollouts, log = count(tmp_path, *[[call("count"), ANSWER]] * 2, rows=data)

@@ -282,9 +282,8 @@ def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, monkeypatc
     score()
     assert trainer._metrics["train"]["credit/frac_groups_without_signal"] == [0.0]
     # Truncated rollouts are out of the loss; rollouts 1 and 2, which are left, get the same.
-    masked, score = one_group(
-        random_model, tmp_path / "masked", ([], [golden.outcome_b]), mask_truncated_completions=True
-    )
+    rewards = [], [golden.outcome_b]
+    masked, score = one_group(random_model, tmp_path / "masked", rewards, mask_truncated_completions=True)
     roll_out = masked._roll_out
 
     def truncated(rows):

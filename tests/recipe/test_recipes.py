@@ -146,9 +146,7 @@ def test_the_papers_recipe_and_the_launchers_files():
     assert not [name for name, file in files.items() if {*file.deepspeed_config, *file.fsdp_config} - known]
 
 
-OF_EIGHT_GPUS = [
-    path for path in RECIPES if path.parent.name == "Qwen" and path.stem.startswith(("Qwen3", "Qwen2.5-V"))
-]
+OF_EIGHT_GPUS = [p for p in RECIPES if p.parent.name == "Qwen" and p.stem.startswith(("Qwen3", "Qwen2.5-V"))]
 
 
 @pytest.mark.parametrize("path", OF_EIGHT_GPUS, ids=lambda path: path.stem)

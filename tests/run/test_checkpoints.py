@@ -1,10 +1,13 @@
 """Checkpoints: which one a run resumes from, what it says of changes, kills, and numbers that are not finite."""
 
 import json
+import math
 import os
 import shutil
 import signal
+import weakref
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +103,7 @@ def test_a_resumed_run_lists_what_differs(random_model, copy, caplog):
     assert [line.split()[0] for line in lines if "no effect" in line] == ["learning_rate:"]
     assert sum("the order of the prompts changes" in line for line in lines) == 5
     assert [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row][-1] == 1e-3
+    assert (copy / "out/checkpoint-3").is_dir()  # by its own save_steps
 
 
 def test_the_last_whole_checkpoint_and_a_run_that_is_resumed_at_its_end(random_model, copy, caplog):
@@ -195,9 +199,8 @@ SMALL = (
     "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 96 --max_turn_tokens 40 "
     "--disable_tqdm true --max_steps 8"
 ).split()
-PLACES = ["rollouts", "save"] + [
-    pytest.param(place, marks=pytest.mark.slow) for place in ("optimizer step", "between steps")
-]
+SLOW_PLACES = [pytest.param(place, marks=pytest.mark.slow) for place in ("optimizer step", "between steps")]
+PLACES = ["rollouts", "save", *SLOW_PLACES]
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +259,7 @@ def test_the_state_is_written_after_the_files_of_all_ranks(random_model, tmp_pat
 # Numbers that are none, and tensors that are missing
 
 
-@pytest.mark.parametrize("fault", ["missing", "model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("fault", ["missing", "latest", "model.safetensors", "optimizer.pt"])
 def test_a_checkpoint_that_is_damaged_ends_the_run_in_one_line(random_model, copy, fault):
     """Nothing is saved, and it is not offered for going on. transformers only warns of a tensor that is missing."""
     folder, name, says = copy / "out/checkpoint-2", "model.layers.1.mlp.up_proj.weight", "cannot be loaded: "
@@ -265,6 +268,9 @@ def test_a_checkpoint_that_is_damaged_ends_the_run_in_one_line(random_model, cop
         del tensors[name]
         says = f"lacks 1 weights of the model, such as {name}"
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    elif fault == "latest":
+        says += "ValueError: its optimizer is DeepSpeed's"
+        (folder / "optimizer.pt").rename(folder / fault)
     else:
         (folder / fault).write_bytes((folder / fault).read_bytes()[:-2000])
     trainer = make_trainer(random_model, copy)
@@ -409,6 +415,24 @@ def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, mon
     make_trainer(random_model, tmp_path, save_steps=100).train(resume_from_checkpoint="last")  # it can go on
 
 
+def test_what_failed_is_let_go_before_the_run_is_saved(random_model, tmp_path, monkeypatch):
+    """Of a pass that did not fit into memory: its activations would leave no room for saving."""
+    trainer = make_trainer(random_model, tmp_path, save_steps=100)
+    compute, save, losses = MTGRPOEnvTrainer.compute_loss, trainer.save_where_it_stopped, []
+
+    def full(self, *args, **kwargs):
+        loss = compute(self, *args, **kwargs)
+        losses.append(weakref.ref(loss))
+        if self.state.global_step == 1:
+            raise RunError("full")
+        return loss
+
+    monkeypatch.setattr(MTGRPOEnvTrainer, "compute_loss", full)
+    trainer.save_where_it_stopped = lambda: f"{losses[-1]()} is left. {save()}"
+    with pytest.raises(SystemExit, match="(?s)error: full.*None is left.*saved at step 1"):
+        train_or_save(trainer)
+
+
 def test_weights_of_8_bits_and_skipped_steps_of_fp16_are_finite(random_model, tmp_path, monkeypatch):
     """torch cannot tell whether they are finite. They are those of a quantised base, which LoRA leaves as they are.
     Its scaler skips a step whose scaled gradient overflows, and finds a scale; without end it is no scale."""
@@ -416,6 +440,10 @@ def test_weights_of_8_bits_and_skipped_steps_of_fp16_are_finite(random_model, tm
     layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
     layer.bias.data[1] = float("inf")
     assert weights_not_finite(layer) == ["bias"]
+    layer.bias.ds_tensor, layer.bias.ds_numel = torch.tensor([1.0, math.nan]), 3  # ZeRO-3 pads the last rank's shard
+    for rank, names in ((lambda: 1, []), (lambda: 0, ["bias"])):
+        layer.bias.ds_process_group = SimpleNamespace(rank=rank)
+        assert weights_not_finite(layer) == names
     trainer = make_trainer(random_model, tmp_path)
     trainer.args.fp16, trainer.FP16_SKIPS = True, 3
     norms = iter([1.0, *[float("inf")] * 2, 0.5, *[float("nan")] * 3])

@@ -118,9 +118,8 @@ def test_each_score_reaches_its_turn_whatever_the_order_of_the_replies(judge, se
 
 
 def test_several_results_and_the_environments_own_words_are_of_the_conversation(judge, server):
-    both = Turn(
-        [1], None, "Both.", "stop", [ToolCall("search", {})] * 2, [ToolResult("a Viking"), ToolResult("a duke")]
-    )
+    results = [ToolResult("a Viking"), ToolResult("a duke")]
+    both = Turn([1], None, "Both.", "stop", [ToolCall("search", {})] * 2, results)
     both.messages = [{"role": "tool", "content": "a Viking"}, {"role": "tool", "content": "a duke"}]
     asked = Turn([1], None, "Which Rollo?", "stop", answer="Which Rollo?")
     asked.messages = [{"role": "user", "content": "The first."}]

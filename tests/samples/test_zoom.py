@@ -49,9 +49,8 @@ def test_the_bundled_data_are_those_of_the_program(tmp_path):
         bundled = rows_of(split)
         assert len(bundled) == build.NUM_ROWS[split] and len({row["image"] for row in bundled}) == len(bundled)
         for made, row in zip(build.make_rows(split, 8), bundled, strict=False):
-            assert {key: made[key] for key in ("question", "answer", "corner")} == {
-                k: row[k] for k in row if k != "image"
-            }
+            shared = {k: row[k] for k in row if k != "image"}
+            assert {key: made[key] for key in ("question", "answer", "corner")} == shared
             assert Zoom().reset(row["image"]) is None
             assert environment_of(row["image"]).image.tobytes() == made["image"].convert("RGB").tobytes()
             assert row["answer"] == str(made["digits"][CORNERS.index(row["corner"])])

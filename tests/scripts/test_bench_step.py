@@ -21,9 +21,8 @@ def test_pairs_leave_no_trace_of_their_order_and_share_conversations():
     conversations = bench.make_conversations(shape)
     assert conversations == bench.make_conversations(shape)
     lists, rollouts = bench.as_lists(conversations), bench.as_rollouts(conversations)
-    assert lists["env_mask"] == [r.loss_mask for r in rollouts] and lists["prompt_ids"] == [
-        r.prompt_ids for r in rollouts
-    ]
+    assert lists["env_mask"] == [r.loss_mask for r in rollouts]
+    assert lists["prompt_ids"] == [r.prompt_ids for r in rollouts]
     assert {len(rollout.turns) for rollout in rollouts} == {2, 3}
     lengths = [len(ids) for ids in lists["completion_ids"]]
     assert 0.9 * 200 < sum(lengths) / 64 < 1.1 * 200 and min(lengths) > 100 and max(lengths) < 300

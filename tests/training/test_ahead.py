@@ -87,9 +87,7 @@ def test_admission_refills_from_what_is_in_flight(server, tmp_path):
     trained = [prompt for step in range(5) for prompt in (first.trained | second.trained)[step]]
     assert len(trained) == 10 and not dead & set(trained)
     rows = [row for row in json_lines(tmp_path / "rollouts.rank0.jsonl") if row["mode"] == "dropped"]
-    early, late = (
-        [row["messages"][1]["content"] for row in rows if (row["step"] < 2) == k][::8] for k in (True, False)
-    )
+    early, late = ([r["messages"][1]["content"] for r in rows if (r["step"] < 2) == k][::8] for k in (True, False))
     assert {*early, *late} == dead
     used = Counter([*first.trained[0], *first.trained[1], *early])
     assert used + Counter(begun) == Counter(first.asked)

@@ -90,9 +90,7 @@ def test_the_first_line_of_a_run_says_how_rows_are_laid_out(random_model, tmp_pa
 @pytest.mark.parametrize("dropout, settings, warned", [
     (0.05, {}, 1), (0.05, {"share_prompts": False}, 1), (0.05, {"disable_dropout": True}, 0), (0.0, {}, 0),
 ])  # fmt: skip
-def test_a_dropout_that_the_sampled_logprobs_have_not_is_said(
-    random_model, tmp_path, caplog, dropout, settings, warned
-):
+def test_dropout_that_the_sampled_logprobs_have_not_is_said(random_model, tmp_path, caplog, dropout, settings, warned):
     config = LoraConfig(target_modules=["q_proj"], lora_dropout=dropout)
     make_trainer(random_model, tmp_path, peft_config=config, **settings)
     assert len([text for text in caplog.messages if "lora_dropout has a dropout of 0.05" in text]) == warned
@@ -113,9 +111,7 @@ def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_model_that_ignores_the_layout_or_fails_with_it_trains_rows_of_its_own(
-    random_model, tmp_path, caplog, fails
-):
+def test_a_model_that_ignores_the_layout_or_fails_with_it_trains_its_rows(random_model, tmp_path, caplog, fails):
     """Its code drops the arguments that it does not know, which no configuration says."""
     model = AutoModelForCausalLM.from_pretrained(random_model)
     for layer in model.model.layers:

@@ -204,9 +204,8 @@ def rendered_conversation(**settings):
 @pytest.mark.contract("use_inference_chat_template")
 def test_the_history_is_rendered_anew_before_each_turn():
     """Qwen3's template leaves out the thinking of earlier turns; each turn is a record, with what was sampled."""
-    turns = [f"<think>{word}</think>\n\n" + call("echo", text="hi") for word in ("one", "two")] + [
-        "<answer>5</answer>"
-    ]
+    turns = [f"<think>{word}</think>\n\n" + call("echo", text="hi") for word in ("one", "two")]
+    turns.append("<answer>5</answer>")
     rollouts, env = conversation(rendered_conversation(), turns, QWEN3_TOKENIZER)
     (rollout,) = rollouts
     user, opened = "<|im_start|>user\n?<|im_end|>\n", "<|im_start|>assistant\n"
