@@ -172,16 +172,17 @@ def machine() -> dict[str, Any]:
 
 
 def rounded(value: Any, digits: int = 4) -> Any:
-    """Floats to so many significant digits, so that a file of results stays readable.
+    """Floats to so many significant digits, from 1000 on without a fraction of 0: a file of results stays readable.
 
-    >>> rounded({"a": [1.0000049, 3]})
-    {'a': [1.0, 3]}
+    >>> rounded({"a": [1.0000049, 3, 17698.2]})
+    {'a': [1.0, 3, 17700]}
     """
     if isinstance(value, dict):
         return {key: rounded(v, digits) for key, v in value.items()}
     if isinstance(value, list):
         return [rounded(v, digits) for v in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+    short = float(f"{value:.{digits}g}") if isinstance(value, float) else value
+    return int(short) if isinstance(value, float) and short >= 1000 and short.is_integer() else short
 
 
 def table(head: str, rows: Iterable[str]) -> list[str]:

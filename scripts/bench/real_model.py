@@ -99,7 +99,7 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
         "seconds": None if resume else seconds, "gib": memory / 2**20, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         **evaluated(whole(output), task, num_problems),
-        "curve": [log.get("rewards/exact_match_reward_func/mean") or 0.0 for log in logs],
+        "curve": [round(log.get("rewards/exact_match_reward_func/mean") or 0.0, 2) for log in logs],
     }  # fmt: skip
     return rounded(row, 4)
 
