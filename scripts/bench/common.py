@@ -193,10 +193,10 @@ def table(head: str, rows: Iterable[str]) -> list[str]:
 def write_json(path: Path, results: Results) -> None:
     """A file of results, with a line for each item of its lists."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = []
+    parts, short = [], json.JSONEncoder(separators=(",", ":")).encode
     for key, value in results.items():
-        items = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
-        parts.append(f"{json.dumps(key)}: " + (f"[\n  {items}\n ]" if items else json.dumps(value)))
+        items = ",\n  ".join(map(short, value)) if isinstance(value, list) else ""
+        parts.append(f"{short(key)}: " + (f"[\n  {items}\n ]" if items else short(value)))
     path.write_text("{" + ",\n ".join(parts) + "}\n", encoding="utf-8")
 
 

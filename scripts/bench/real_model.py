@@ -240,16 +240,14 @@ def section(results: dict[str, Any]) -> str:
 def by_run(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
     """A row for each run, and a sentence; a cell has the sampled and the greedy figure."""
     rest = [label for label in PERPLEXITIES if label in before]
-    lines = [
-        f"| sampled, greedy | {' | '.join([*FIGURES, *rest])} | minutes |",
-        "|---" * (len(FIGURES) + len(rest) + 2) + "|",
-    ]
+    rows, several = [], len({run["steps"] for run in runs}) > 1
     for row in ({"method": "before"} | before, *runs):
         name = f"`{row['method']}`, seed {row['seed']}" if "seed" in row else row["method"]
+        name += f", {row['steps']} steps" if several and "steps" in row else ""
         cells = [f"{row['sampled'][label]:.2f}, {row['greedy'][label]:.2f}" for label in FIGURES]
         cells += [*(f"{row[label]:.2f}" for label in rest), f"{row['seconds'] / 60:.0f}" if row.get("seconds") else ""]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return [*lines, "", costs(runs)]
+        rows.append(f"{name} | {' | '.join(cells)}")
+    return [*common.table(f"sampled, greedy | {' | '.join([*FIGURES, *rest])} | minutes", rows), "", costs(runs)]
 
 
 def tables(before: dict[str, Any], runs: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
@@ -328,7 +326,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = common.pyplot().subplots(len(tasks), len(METHODS), **shape)
     for down, task in enumerate(tasks):
         for axis, method, colour in zip(axes[down], METHODS, ("#777777", "#E69F00", "#0072B2"), strict=True):
-            runs = [run for run in results["runs"] if (run["task"], run["method"]) == (task, method)]
+            of = {"task": task, "method": method, "steps": TASKS[task]["steps"]}
+            runs = [run for run in results["runs"] if of.items() <= run.items()]
             for values in (smoothed(run["curve"]) for run in runs):
                 axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.2, alpha=0.8)
             axis.set_visible(bool(runs))
