@@ -5,8 +5,8 @@
 The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
 input the launcher tells what it starts, a line `process NAME PID` for the first process of each session. The pipe
 reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every process
-with MARK in its environment, gets a SIGTERM, and after SECONDS a SIGKILL. Of libraries only psutil is imported, so
-that the keeper is ready within a tenth of a second.
+with MARK in its environment, gets a SIGTERM, and after SECONDS, or `GRACE` after the trainer has ended, a SIGKILL. Of
+libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 import psutil
 
 MARK = "MT_GRPO_LAUNCH"  # the environment variable that names the launch
+GRACE = 30  # seconds that a server has after the trainer: vLLM is deaf to SIGTERM while it has requests
 Leader = tuple[str, psutil.Process]  # (what it is, the first process of a session)
 
 
@@ -47,7 +48,7 @@ def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
 
 
 def end(leaders: list[Leader], mark: str, seconds: float) -> None:
-    """End all processes of the launch; those that are deaf to SIGTERM after `seconds`."""
+    """End all processes of the launch: the trainer within `seconds`, servers `GRACE` after it at the latest."""
 
     def signal_all(method: str) -> None:
         for process in left:  # psutil makes sure that a number is not another process's
@@ -60,14 +61,14 @@ def end(leaders: list[Leader], mark: str, seconds: float) -> None:
         names = names or ["processes that were left behind"]
         say(f"stopping the {' and the '.join(names)}")
     signal_all("terminate")
-    deadline = time.monotonic() + seconds
-    while (left := living(leaders, mark)) and time.monotonic() < deadline:
+    others = [leader for leader in leaders if leader[0] != "server"]
+    began = seen = time.monotonic()
+    while (left := living(leaders, mark)) and time.monotonic() < began + seconds + 10:
+        if living(others, ""):  # the trainer's, which saves itself
+            seen = time.monotonic()
+        if time.monotonic() > min(began + seconds, seen + GRACE):
+            signal_all("kill")
         time.sleep(0.2)
-    deadline = time.monotonic() + 10
-    while left and time.monotonic() < deadline:
-        signal_all("kill")
-        time.sleep(0.2)
-        left = living(leaders, mark)
     if left:
         say(f"warning: still running after KILL: {' '.join(str(process.pid) for process in left)}", sys.stderr)
 

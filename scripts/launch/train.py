@@ -20,7 +20,7 @@ Environment:
     SGLANG_PYTHON         the interpreter that has SGLang (default: .venv-sglang/bin/python, of setup.sh --sglang)
     SERVER_TIMEOUT        seconds that a server may take to start (default 1800)
     SERVER_RESTARTS       how often each server that dies during training is started again (default 3)
-    STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 60)
+    STOP_TIMEOUT          seconds that the trainer may take to save itself when it is told to stop (default 300)
     TRAINER               the trainer (default: mt_grpo_trainer.py), for a copy that does something else
     PYTHON                the interpreter of everything that is started (default: the one that runs this file)
 
@@ -49,7 +49,7 @@ from launch import keeper
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
+LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 300}
 # Names of variables that are not one engine's, and the variables that they are.
 OTHER_VARIABLES = {"NUM_SERVERS": "VLLM_SERVERS", "SERVER_TP": "VLLM_TP", "SERVER_ARGS": "VLLM_ARGS"}
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}

@@ -51,10 +51,8 @@ pytestmark = [
 def launch_zero3(tmp_path_factory):
     """`launch` with a Python that has DeepSpeed, besides all that this one has."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    command = ["bash", "scripts/setup.sh", "--deepspeed-in", str(folder / "env")]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}
-    )
+    command, names = ["bash", "scripts/setup.sh", "--deepspeed-in", str(folder / "env")], {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **names})
     assert done.returncode == 0, done.stdout + done.stderr
     env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder / "ops"), "PYTHONPATH": str(ROOT)}
     # The op is compiled once, outside the time that a run may take: one that is ended there leaves a lock for ever.

@@ -46,7 +46,7 @@ def text_of(response):
 
 
 def conversations(
-    cls, loss_scale="default", scope="per_round", max_model_calls=8, passes=True, max_turns=None, **settings
+    cls, loss_scale="default", scope="per_round", max_model_calls=8, passes=True, max_turns=None, **keys
 ):
     """The class of conversations of a scheduler, made."""
     own = {
@@ -59,7 +59,7 @@ def conversations(
     }
     mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
     defaults = {"tokenizer": TOKENIZER, "max_completion_length": 400, "environment_timeout": 120.0}
-    return mixed([], None, environment=ScheduledConversation, tool_format="hermes", **{**defaults, **settings})
+    return mixed([], None, environment=ScheduledConversation, tool_format="hermes", **{**defaults, **keys})
 
 
 def converse(env, llm, row=None):

@@ -590,9 +590,7 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
         ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}, "embedding"),
     ],
 )
-def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_alike(
-    lora, touched, random_model, tmp_path
-):
+def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_alike(lora, touched, random_model, tmp_path):
     """What is pushed then gives the logprobs that the trainer computes."""
     config = LoraConfig(lora_dropout=0.0, **lora)
     if touched is not None:

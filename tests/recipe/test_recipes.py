@@ -164,10 +164,8 @@ def test_arithmetic_of_the_recipes_for_eight_gpus(path):
         trainers, serving = share_gpus([str(i) for i in range(8)], servers, 1)
         assert len(trainers) == processes and (len(serving) >= 4 or recipe["max_staleness"])
     asked = recipe["per_device_eval_batch_size"] * processes
-    held_out = int(re.fullmatch(r"test\[:(\d+)\]", recipe["dataset_test_split"])[1])
-    assert (
-        held_out % asked == asked % recipe["num_generations_eval"] == recipe["save_steps"] % recipe["eval_steps"] == 0
-    )
+    held = int(re.fullmatch(r"test\[:(\d+)\]", recipe["dataset_test_split"])[1])
+    assert held % asked == asked % recipe["num_generations_eval"] == recipe["save_steps"] % recipe["eval_steps"] == 0
     turns, results = recipe["max_env_steps"] + 1, recipe["max_env_steps"] * recipe["max_tool_response_tokens"]
     assert turns * recipe["max_turn_tokens"] + results <= recipe["max_completion_length"]  # no limit ends a turn early
     longest = recipe["max_completion_length"] + 512  # a prompt with its tools

@@ -37,18 +37,16 @@ def length_reward(completion_ids, trainer_state, **kwargs):
     return [(sum(ids) % 17) / 17 + (trainer_state.global_step == 2) for ids in completion_ids]
 
 
-def make_trainer(
-    model, folder, rewards=([], [length_reward]), prompts=PROMPTS, callbacks=None, trainer=None, **changes
-):
+def make_trainer(model, folder, rewards=([], [length_reward]), prompts=PROMPTS, callbacks=None, trainer=None, **keys):
     sizes = dict(per_device_train_batch_size=4, max_completion_length=16, max_steps=4)
-    values = {**sizes, "save_strategy": "steps", "save_steps": 2, **changes}
+    values = {**sizes, "save_strategy": "steps", "save_steps": 2, **keys}
     return MTGRPOEnvTrainer(
         model,
         MultiTurnToolEnv([echo], system_prompt=None),
         *rewards,
         args=MTGRPOConfig(**settings(folder / "out", **values)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        eval_dataset=Dataset.from_dict({"prompt": prompts[:1]}) if "eval_strategy" in changes else None,
+        eval_dataset=Dataset.from_dict({"prompt": prompts[:1]}) if "eval_strategy" in keys else None,
         callbacks=callbacks,
         **(trainer or {}),
     )

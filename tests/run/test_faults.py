@@ -618,9 +618,7 @@ def test_what_happens_to_one_rank_ends_both(server, tmp_path):
     """A slow rank is waited for; one that cannot go on stops both, saved."""
     arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
                                  "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path)  # fmt: skip
-    code, said = on_two_ranks(
-        worker(tmp_path), *arguments, NOTES=str(tmp_path / "notes"), DEAD_PORT="1", SLOW_RANK="1.0"
-    )
+    code, said = on_two_ranks(worker(tmp_path), *arguments, NOTES=tmp_path / "notes", DEAD_PORT="1", SLOW_RANK="1.0")
     saved = tmp_path / "out/checkpoint-2"
     assert code != 0 and saved.is_dir(), said[-3000:]
     message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"

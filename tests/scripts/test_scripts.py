@@ -22,7 +22,7 @@ import vision_model
 import warm_python
 import yaml
 from bench.common import free_port
-from launch import launch_plan, train
+from launch import keeper, launch_plan, train
 from project import ROOT
 from transformers import AutoTokenizer, GenerationConfig
 from vision_run import write_recipe
@@ -597,6 +597,18 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
         for process in deaf:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def test_a_trainer_has_time_to_save_and_a_deaf_server_has_only_a_grace_after_it(monkeypatch):
+    monkeypatch.setattr(keeper, "GRACE", 0.5)
+    code, options = "trap '{}' TERM; echo; while :; do sleep 0.1; done", {"stdout": subprocess.PIPE, "text": True}
+    trainer, server = (
+        subprocess.Popen(["sh", "-c", code.format(trap)], start_new_session=True, **options)
+        for trap in ("sleep 2; echo saved; exit 7", "")
+    )
+    assert trainer.stdout.readline() == server.stdout.readline() == "\n"  # both traps are set
+    keeper.end([("trainer", psutil.Process(trainer.pid)), ("server", psutil.Process(server.pid))], "no mark", 600)
+    assert (trainer.stdout.read(), trainer.wait(), server.wait()) == ("saved\n", 7, -9)
 
 
 def test_a_launch_ignores_what_nohup_ignores_and_outlives_its_keeper(tmp_path, recipe):
