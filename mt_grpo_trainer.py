@@ -1115,9 +1115,7 @@ class MTGRPOScriptArguments(ScriptArguments):
 
     tools_script: str | None = key(None, "Python file with TOOL_FUNCTIONS, ENVIRONMENT or both", path=True, opens=True)
     reward_fn: str | None = key(None, "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS", path=True)
-    environment: str | None = key(
-        None, "path.py:Class, or an integration: openai_agent, gym or openenv", path=":", opens=True
-    )
+    environment: str | None = key(None, "path.py:Class, or openai_agent, gym or openenv", path=":", opens=True)
     system_prompt: str | None = key(None, "System message; {tool_descriptions} is filled in. None: built in")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
     prompt_examples: str | None = key(None, "File of example conversations, before each row's messages", path=True)

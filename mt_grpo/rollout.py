@@ -203,9 +203,8 @@ class TurnTokens:
     @property
     def loss_mask(self) -> list[int]:
         """1 for ids that the policy sampled, 0 for observations, (C,)."""
-        return join(
-            part for t in self.turns for part in (t.per_token(int(t.trained), 0), [0] * len(t.observation_ids))
-        )
+        turns = [(t.per_token(int(t.trained), 0), t.observation_ids) for t in self.turns]
+        return join(part for sampled, read in turns for part in (sampled, [0] * len(read)))
 
     @property
     def turn_ids(self) -> list[int]:

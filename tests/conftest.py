@@ -42,10 +42,7 @@ def data_file(name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory) -> str:
-    """Path of a Qwen3 with two small layers, random weights and one token per byte.
-
-    It writes noise and ends its turn after about 40 tokens.
-    """
+    """Path of a random Qwen3 of two layers, one token per byte, which ends its turn after about 40 tokens."""
     from scripted import CHATML, byte_level
 
     torch.manual_seed(0)
@@ -54,18 +51,10 @@ def random_model(tmp_path_factory) -> str:
         vocab[token] = len(vocab)
     tokenizer = byte_level(CHATML, vocab, [])
     config = Qwen3Config(
-        vocab_size=len(vocab),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=128,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-        eos_token_id=vocab["<|im_end|>"],
-        pad_token_id=vocab["<|endoftext|>"],
-    )
+        vocab_size=len(vocab), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32, intermediate_size=128, tie_word_embeddings=True, max_position_embeddings=8192,
+        eos_token_id=vocab["<|im_end|>"], pad_token_id=vocab["<|endoftext|>"],
+    )  # fmt: skip
     path: Path = tmp_path_factory.mktemp("random-model")
     model = Qwen3ForCausalLM(config).float()
     # A direction that all embeddings share and the end of turn has more of: its probability becomes 2 to 3%.

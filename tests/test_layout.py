@@ -101,14 +101,12 @@ def test_imports_point_downwards(name):
 
 
 def test_integrations_and_modules_are_apart():
-    """Except MCP, whose tools verl's have too. The core imports none: its table has their names."""
-    known = {"verl": {"mcp"}}
+    """The core imports none: its table has their names."""
     for name in MODULES:
         wing, _, rest = name.partition("/")
         if wing == "integrations" and "/" in rest:
             others_of = {other.split("/")[1] for other in ours(name) if re.fullmatch(r"integrations/\w+/\w+", other)}
-            own = rest.split("/")[0]
-            assert others_of <= {own, *known.get(own, ())}, name
+            assert others_of <= {rest.split("/")[0]}, name
     below = {name: set(ours(name)) for name in MODULES}
     while free := [name for name, others in below.items() if not others & below.keys()]:
         for name in free:

@@ -41,9 +41,7 @@ def output_lock(path: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise ValueError(
-                f"output_dir={path!r} is in use by another run{file.read()}. Set another one, or wait for that run."
-            ) from None
+            raise ValueError(f"output_dir={path!r} is in use by another run{file.read()}. Set another one.") from None
         except OSError as error:  # a file system without locks
             logger.warning(f"output_dir={path!r} cannot be locked ({error}). Do not start another run in it.")
         file.truncate(0)

@@ -43,9 +43,7 @@ logger = logging.getLogger(__name__)
 class Limits:
     """The limits of a conversation, set by a recipe. TRL's `max_completion_length` bounds it as well."""
 
-    max_env_steps: int = key(
-        8, "Observations per conversation, error messages included; then one last turn", within="[0, inf)"
-    )
+    max_env_steps: int = key(8, "Observations per conversation, errors too; then one last turn", within="[0, inf)")
     max_turn_tokens: int | None = key(None, "Tokens of one turn. None: what remains", within="[1, inf)")
     max_tool_response_tokens: int | None = key(
         None, "Tokens of one result. None: a quarter of the budget; at most half", within="[10, inf)", of_tools=True

@@ -107,8 +107,7 @@ def joined(
 ) -> list[Message]:
     """Join a prompt and the return value of `reset`: text and parts extend the last message, messages replace all.
 
-    `clean` breaks the control tokens that messages of an origin may not contain; None: they are cleaned later. `said`
-    reads the images.
+    `clean` breaks control tokens that an origin may not write; None: they are cleaned later. `said` reads the images.
 
     >>> joined([{"role": "user", "content": "Play. "}], "A board.")
     [{'role': 'user', 'content': 'Play. A board.'}]
@@ -371,10 +370,7 @@ class Environments:
             logger.warning(f"Notifying an environment of the end of its conversation failed: {error}")
 
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
-        """Close the environments of these rollouts, or of all if None; keep those that can be used again.
-
-        Returns the errors.
-        """
+        """Close the environments of these rollouts, or of all; keep those of further use. Returns the errors."""
         rollouts = list(self._open.values()) if rollouts is None else rollouts
         rollouts = [rollout for rollout in rollouts if self._open.pop(id(rollout), None) is not None]
         results = await asyncio.gather(*map(self._close_one, rollouts), return_exceptions=True)

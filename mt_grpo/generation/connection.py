@@ -109,8 +109,7 @@ class ServerConnection:
     ) -> Any:
         """Send one control request. Returns `read` of the JSON answer; None: the answer may be any text.
 
-        Raises `ServerError`, or `ServerLost` if the server may come back: no connection, no answer within `timeout`
-        seconds, 429, 5xx.
+        Raises `ServerError`, or `ServerLost` if the server may come back: no answer within `timeout` s, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
         try:

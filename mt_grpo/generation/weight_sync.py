@@ -166,9 +166,8 @@ class WeightSync:
             if not self.accelerator.is_main_process:
                 for _ in weights:  # gathering is collective
                     pass
-        return on_main_process(
-            lambda: self.servers.update_weights(weights, version, expected, self.accelerator.device)
-        )
+        device = self.accelerator.device
+        return on_main_process(lambda: self.servers.update_weights(weights, version, expected, device))
 
     @staticmethod
     def _or_end(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -46,14 +46,32 @@ def marks_replaced(text: str, by: str = "") -> str:
 def uri_or_str(value: Any) -> str:
     """JSON `default` for a row that is sent to a program: an image becomes a data URI, other values become text."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
 
-        if isinstance(value, Image.Image):  # rotated as it is read
-            return png_uri(ImageOps.exif_transpose(value).convert("RGB"))
+        if isinstance(value, Image.Image):
+            return png_uri(as_rgb(value))
         kind = Image.MIME.get(Image.open(io.BytesIO(value)).format, "image")
     except Exception:  # no bytes, or those of no image; or Pillow is not installed
         return str(value)
     return f"data:{kind};base64,{base64.b64encode(value).decode()}"
+
+
+def as_rgb(image: Any) -> Any:
+    """A PIL image as the model sees it: turned as its EXIF says, and on white where it is transparent.
+
+    vLLM shows the model the same. Without white, dark signs on a transparent ground would be black on black.
+
+    Raises `ValueError` for samples of more than 8 bits, which PIL cuts off at white.
+    """
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"its mode is {image.mode}, expected samples of 8 bits. Scale and convert it to RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def own_image(part: dict[str, Any]) -> Any:

@@ -171,9 +171,7 @@ def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
 
 def readable(text: str) -> str:
     """Convert a text for display: image marks become `<image DIGEST>`."""
-    return MARKS.pattern.sub(
-        lambda found: f"<image {found[1]}>" if found[1] else found[0], text.replace(PLACE, "<image>")
-    )
+    return MARKS.pattern.sub(lambda m: f"<image {m[1]}>" if m[1] else m[0], text.replace(PLACE, "<image>"))
 
 
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads

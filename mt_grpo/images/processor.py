@@ -8,7 +8,7 @@ import re
 import secrets
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 # Not from the top of transformers, which asks for torchvision whatever the backend.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -16,7 +16,7 @@ from transformers.utils import is_torchvision_available
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import digest_of_image
-from mt_grpo.images.messages import mark_of, marks_replaced, pictures_of
+from mt_grpo.images.messages import as_rgb, mark_of, marks_replaced, pictures_of
 from mt_grpo.images.pictures import KNOWN, Picture, id_of_digest, is_picture, picture_of, runs_of, with_placeholders
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others start programs, as EPS does
@@ -60,7 +60,7 @@ class PictureReader:
             given = opened(value, paths)
             if getattr(given, "n_frames", 1) > 1 and given.format != "MPO":  # a photograph, and a smaller one of it
                 raise ValueError(f"it is animated ({given.n_frames} frames). Use one of its frames")
-            image = ImageOps.exif_transpose(given).convert("RGB")  # as transformers and datasets turn it
+            image = as_rgb(given)
             digest = digest_of_image(image, self.settings)
             if (known := KNOWN.get(id_of_digest(digest))) is not None:
                 return known

@@ -47,9 +47,8 @@ class StopsAt:
 
 def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
     """An agent's tools as a tool format takes them: their schemas, as they were sent."""
-    return {
-        tool["function"]["name"]: SimpleNamespace(json_schema=tool["function"], origin=Origin.AGENT) for tool in tools
-    }
+    functions = [tool["function"] for tool in tools]
+    return {each["name"]: SimpleNamespace(json_schema=each, origin=Origin.AGENT) for each in functions}
 
 
 def ids_of_prompt(
@@ -210,8 +209,7 @@ def fill_turns(rollout: Rollout, samples: list[Any]) -> None:
     """Write what was sampled into a rollout as its turns, in the order of the requests.
 
     INVARIANT: a turn goes on in the record of its parent where `fresh` are the ids between them: at most one for each
-    parent. Else it begins a record with all that it read. So every sampled token is trained once, in the context of
-    its sampling.
+    parent. Else it begins a record with all that it read. So each sampled token is trained once, in its own context.
     """
     number = {id(each): k for k, each in enumerate(samples)}
     for k, each in enumerate(samples):

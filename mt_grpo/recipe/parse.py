@@ -31,9 +31,7 @@ class ServerAndLogKeys:
     """Keys of `MTGRPOConfig` that are not of the method: a server's, checks, logs, and defaults other than TRL's."""
 
     rollout_engine: str = key("vllm", "What the server runs: vllm or sglang", one_of=("vllm", "sglang"), trained=False)
-    vllm_server_base_url: list[str] | str | None = key(
-        None, "Address of the server, or a list of several", trained=False
-    )
+    vllm_server_base_url: list[str] | str | None = key(None, "Address of the server, or several", trained=False)
     weight_sync: str = key(
         "auto", "How weights reach the server: nccl (GPUs), disk (shared directory), adapter (LoRA) or auto",
         one_of=("auto", "nccl", "disk", "adapter"), trained=False,
@@ -50,9 +48,7 @@ class ServerAndLogKeys:
     log_rollouts: int = key(16, "Rollouts per rank and batch in rollouts.*.jsonl", within="[0, inf)", trained=False)
     log_rollout_tokens: bool = key(False, "Log every token of these rollouts, too", trained=False)
     # Other defaults than TRL's, which do not fit conversations.
-    max_completion_length: int = key(
-        4096, "Tokens of a conversation after its prompt, tool results included", within="[1, inf)"
-    )
+    max_completion_length: int = key(4096, "Tokens of a conversation after its prompt, results too", within="[1, inf)")
     lr_scheduler_type: SchedulerType | str = key("constant_with_warmup", "Schedule of the learning rate")
     warmup_steps: float = key(10, "Steps in which the learning rate rises from 0; below 1 a share of all steps")
 

@@ -228,10 +228,7 @@ def load_state_key(path: str | None) -> Callable[[list[Turn]], Any] | None:
 
 
 def load_tools(path: str | None) -> list[Callable]:
-    """The `TOOL_FUNCTIONS` of a file.
-
-    A file may define `CHECK_TOOLS`, a function that raises if the tools cannot work, as without their data or server.
-    """
+    """The `TOOL_FUNCTIONS` of a file, whose function `CHECK_TOOLS`, if any, raises where the tools cannot work."""
     if path is None:
         return []
     path = absolute(path)

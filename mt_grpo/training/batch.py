@@ -66,8 +66,7 @@ class Batch:
     def choose_records(self, args: Any, step: int) -> None:
         """Set `records`, `owners`, `failed` and `truncated`. Collective.
 
-        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows, the last of which may be empty
-        records.
+        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows, of which the last may be empty.
         """
         most, self.failed, self.truncated = compare_ranks(self.rollouts, args, step, self.mode == "train")
         records = [trained_records(rollout) for rollout in self.rollouts]
@@ -77,10 +76,7 @@ class Batch:
         self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
 
     def loss_lists(self, pad_id: int) -> tuple[list, list, list, list | None]:
-        """The inputs of the loss, lists of M rows: (prompt ids, completion ids, loss masks, logprobs).
-
-        An empty record has one token, without a loss.
-        """
+        """Lists of M rows: (prompt ids, completion ids, loss masks, logprobs). An empty record has a masked token."""
         logprobs = [record.logprobs for record in self.records]
         return (
             [record.prompt_ids or [pad_id] for record in self.records],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -79,13 +80,38 @@ def kind_of(trainer: Any, own_methods: type) -> tuple[str, str]:
     if replaced:
         return "trl", f"{cls.__name__} has a {replaced[-1]} of its own"
     if trainer.aux_loss_enabled:
-        return "trl", "router_aux_loss_coef is set, whose loss compares the tokens of a micro-batch"
+        return "trl", "the router's loss compares tokens of a micro-batch (router_aux_loss_coef: 0.0 leaves it out)"
     if args.torch_compile:
         return "trl", "torch_compile is set, and passes have different shapes"
-    if trainer.pad_to_multiple_of:
-        return "padded", "pad_to_multiple_of is set"
+    for key in ("pad_to_multiple_of", "use_transformers_continuous_batching"):  # this one samples by sdpa alone
+        if getattr(args, key):
+            return "padded", f"{key} is set"
     reason = why_not_in_model(model) or (reference is not None and why_not_in_model(reference))
     return ("padded", reason) if reason else ("shared", "")
+
+
+def check_model(model: Any, aux_loss_enabled: bool) -> None:
+    """Raise `ValueError` for a model whose loss TRL cannot compute, or computes otherwise than a server samples."""
+    config = model.config.get_text_config()
+    if aux_loss_enabled and not hasattr(config, "num_experts"):
+        raise ValueError(f"TRL has no router loss for {config.model_type}. Set router_aux_loss_coef: 0.0.")
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        raise ValueError(f"sdpa leaves out the softcap of {config.model_type}. Set attn_implementation: eager.")
+
+
+def leave_out_padding(model: Any) -> None:
+    """Give a model positions that leave out padding on the left, as in sampling: learned ones differ, and scales."""
+
+    def with_positions(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if kwargs.get("position_ids") is None and ids is not None and mask is not None and mask.shape == ids.shape:
+            kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp_(min=0)
+        return args, kwargs
+
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    takes_them = "position_ids" in inspect.signature(type(model).forward).parameters
+    if takes_them and model.config.get_text_config() is model.config:  # M-RoPE makes its own
+        model.register_forward_pre_hook(with_positions, with_kwargs=True)
 
 
 def models_of(trainer: Any) -> list[Any]:
@@ -125,6 +151,9 @@ class Layout:
         # PyTorch prefers cuDNN's attention on Hopper cards since 2.11. With a mask and a number of tokens that is 64
         # above a multiple of 128, its gradient may be NaN if a query reads nothing, such as padding on the left.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        for model in filter(None, models_of(trainer)):
+            check_model(model, trainer.aux_loss_enabled)
+            leave_out_padding(model)
         self.kind, self.reason = kind_of(trainer, own_methods)
         if self.kind == "shared":
             take_shared_rows(*models_of(trainer))

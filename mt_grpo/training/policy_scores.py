@@ -69,10 +69,7 @@ class PolicyScores:
         return self._written.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def observation_ids(self, turn: Turn, texts: list[str]) -> list[int]:
-        """The ids that would follow a turn if its calls had returned these texts, one per result.
-
-        Raises `ValueError` for a turn with a continuation.
-        """
+        """The ids that would follow a turn if its calls had returned these texts. Raises `ValueError` for others."""
         if turn.continuation is not None:
             raise ValueError("policy.observation_ids: the turn has a continuation by the environment, and no results.")
         results = [dataclasses.replace(each, text=text) for each, text in zip(turn.results, texts, strict=True)]

@@ -181,8 +181,7 @@ def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int
     """(positions of a node's tokens from `first` on, the position after them).
 
     Where a row has images (it is not `flat`) each is (time, height, width), that of Qwen's models (M-RoPE, arXiv
-    2409.12191). An image has one time, and its rows and columns count from there. What follows begins after the
-    largest.
+    2409.12191). An image has one time; its rows and columns count from there. What follows begins after the largest.
     """
     if flat:
         return list(range(first, first + len(ids))), first + len(ids)

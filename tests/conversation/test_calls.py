@@ -86,9 +86,7 @@ def test_a_tools_file_with_types_of_its_own(tmp_path, monkeypatch):
         "Usage: draw(line: dict[str, Any], kind: Literal['red'] = 'red', other: dict[str, Any] | None = None, "
     )
     prompt = make_env(tools, "{tool_descriptions}").system_prompt
-    assert (
-        '{"properties": {"y": {"type": "integer"}}' in prompt and '{"properties": {"x": {"type": "integer"}' in prompt
-    )
+    assert all(f'{{"properties": {{"{name}": {{"type": "integer"}}' in prompt for name in "xy")
     assert "mt_grpo_" not in prompt and "shapes" not in prompt
 
 

@@ -32,8 +32,7 @@ def test_end_of_turn(sampled, length):
 
 
 def test_a_sample_that_runs_on_ends_where_its_tag_does():
-    """Also where a backend has no stop texts and samples until its budget. A token that holds more than the tag stays
-    whole."""
+    """Also where a backend has no stop texts. A token that holds more than the tag stays whole."""
     rollout, _ = converse(f"{ADD}<|im_end|>\n<|im_start|>user\n<result>\n6\n</result>", f"{ANSWER} or 6")
     assert rollout.completion_ids == ids(ADD + result("5") + ANSWER)
     assert [turn.finish_reason for turn in rollout.turns] == ["stop", "stop"]
@@ -74,9 +73,7 @@ def test_the_end_of_turn_is_added_only_if_the_model_did_not_sample_it():
 
 
 @pytest.mark.parametrize("tokenizer", [CHATML_TOKENIZER, QWEN3_TOKENIZER])
-@pytest.mark.parametrize(
-    "text", ["", " ", "\n", "{{ x }} {% y %}", "<think>a</think>b", "</tool>", "assistant", "é\n"]
-)
+@pytest.mark.parametrize("text", ["", " ", "\n", "{{ x }} {% y %}", "<think>a</think>b", "</tool>", "user", "é\n"])
 def test_message_ids_of_awkward_results(text, tokenizer):
     """Nothing of a result is rendered away or taken for the template's own language."""
     written = make_env().format_of(tokenizer)

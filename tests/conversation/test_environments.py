@@ -445,7 +445,7 @@ def failing(where, hang=False):
     def fail(self=None, *args, **kwargs):
         if hang:
             threading.Event().wait(5)
-        raise OSError("the disk is gone")
+        raise OSError("no disk")
 
     class Fails(Counter):
         closed = []
@@ -466,9 +466,7 @@ def test_a_failing_environment_ends_its_rollout(where, hang):
     _, (rollout,), _ = run(cls, [[ANSWER]], environment_timeout=1.5)  # enough for what does not hang
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
     named = "Fails" if where == "__init__" else f"Fails.{where}"
-    said = (
-        f"{named} took longer than environment_timeout=1.5 s" if hang else f"{named} raised OSError: the disk is gone"
-    )
+    said = f"{named} took longer than environment_timeout=1.5 s" if hang else f"{named} raised OSError: no disk"
     assert said in str(rollout.error)
     assert len(cls.closed) == (where != "__init__")  # closed whatever happened
 
@@ -617,8 +615,7 @@ def test_calls_beyond_the_limit_are_answered_with_an_error(monkeypatch):
 
 
 def test_what_is_read_and_is_no_answer():
-    """A text that the budget cut off, and an environment's tool message without a name, which the template's stand-in
-    call needs."""
+    """A text that the budget cut off, and an environment's tool message without a name."""
     rollout, _ = run_hermes(Counter, "It is five.<|im_end|>", max_turn_tokens=5)
     assert (rollout.turns[0].text, rollout.turns[0].answer) == ("It is", None)
     assert rollout.stop_reason == StopReason.MAX_TOKENS
@@ -711,21 +708,15 @@ def test_what_may_fit_is_read_as_it_was(kind, monkeypatch):
     assert read and all(found[k] == expected[k] for k in read)
 
 
+PROPERTIES = {
+    "limit": {"type": "integer", "default": 3},
+    "word": {"type": "string", "description": "What to look up."},
+    "lang": {"enum": ["en", "de"]},
+}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["word"]}
 SCHEMA = {
     "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Look a word up.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "limit": {"type": "integer", "default": 3},
-                "word": {"type": "string", "description": "What to look up."},
-                "lang": {"enum": ["en", "de"]},
-            },
-            "required": ["word"],
-        },
-    },
+    "function": {"name": "lookup", "description": "Look a word up.", "parameters": PARAMETERS},
 }
 
 

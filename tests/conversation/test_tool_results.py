@@ -190,30 +190,21 @@ def no_data(name: str) -> str:
 
 
 FORMS = [  # what a tool gives, and what the model reads of it
-    ("plain", "plain"),
-    (None, "null"),
-    (7, "7"),
-    ({"a": [1, None], "city": "Zürich"}, '{"a": [1, null], "city": "Zürich"}'),
-    ((1, "x"), '[1, "x"]'),
+    ("plain", "plain"), (None, "null"), (7, "7"),
+    ({"a": [1, None], "city": "Zürich"}, '{"a": [1, null], "city": "Zürich"}'), ((1, "x"), '[1, "x"]'),
     (Point(1, {"b", "a", 10, 9}), '{"x": 1, "tags": [9, 10, "a", "b"]}'),
     ({"points": [Point(1, set())]}, '{"points": [{"x": 1, "tags": []}]}'),
     (City(name="Rouen", since=datetime.date(911, 7, 20)), '{"name": "Rouen", "since": "0911-07-20"}'),
     (numpy.float32(0.5), "0.5"),
     ({"a": numpy.arange(4).reshape(2, 2), "n": numpy.int64(3)}, '{"a": [[0, 1], [2, 3]], "n": 3}'),
-    ({"c", "a", 10, 9, "b"}, '[9, 10, "a", "b", "c"]'),
-    (Color.RED, "red"),
+    ({"c", "a", 10, 9, "b"}, '[9, 10, "a", "b", "c"]'), (Color.RED, "red"),
     (datetime.datetime(2026, 11, 20, 9, 30), "2026-11-20T09:30:00"),
-    ({"price": decimal.Decimal("1.10")}, '{"price": "1.10"}'),
-    (pathlib.Path("/tmp/x"), "/tmp/x"),
-    ({"raw": b"caf\xc3\xa9"}, '{"raw": "café"}'),
-    (bytearray(b"abc"), "abc"),
+    ({"price": decimal.Decimal("1.10")}, '{"price": "1.10"}'), (pathlib.Path("/tmp/x"), "/tmp/x"),
+    ({"raw": b"caf\xc3\xa9"}, '{"raw": "café"}'), (bytearray(b"abc"), "abc"),
     ([{"b": 1, "a": 2}.keys(), {"b": 1}.values()], '[["a", "b"], [1]]'),
-    ((i for i in range(3)), no_data("generator")),
-    ([1, Plain()], no_data("Plain")),
-    (returns, no_data("function")),
-    (Point, no_data("type")),
-    ([Later()], no_data("Later")),
-]
+    ((i for i in range(3)), no_data("generator")), ([1, Plain()], no_data("Plain")), (returns, no_data("function")),
+    (Point, no_data("type")), ([Later()], no_data("Later")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -204,15 +204,13 @@ def test_a_group_is_closed_when_its_server_joins_again(nccl, servers):
     pool.close()
 
 
-@pytest.mark.parametrize(
-    "limit, is_healthy, reason", [(5.0, False, "health"), (1.0, True, "vllm_request_timeout=1 s")]
-)
-def test_a_worker_that_takes_no_weights_does_not_hold_the_run(nccl, servers, limit, is_healthy, reason):
+@pytest.mark.parametrize("limit, healthy, reason", [(5.0, False, "health"), (1.0, True, "vllm_request_timeout=1 s")])
+def test_a_worker_that_takes_no_weights_does_not_hold_the_run(nccl, servers, limit, healthy, reason):
     """Its sender waits in NCCL for ever, and so does the request that nobody answers."""
     client = client_of(servers[0], request_timeout=limit)
     push(client)
     nccl[0].stuck = servers[0].hangs = True
-    if not is_healthy:
+    if not healthy:
         client.healthy = lambda: False
     began = time.monotonic()
     with pytest.raises(ServerLost, match=f"did not take the weights: .*{reason}"):
@@ -337,8 +335,7 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
 
 
 def test_an_adapter_stays_until_its_server_answers_and_no_weight_comes_twice(tmp_path):
-    """A server that is lost may still have it. One that refuses has none. Two weights of one name: one of them would
-    be lost."""
+    """A server that is lost may still have it; one that refuses has none. A name has one weight."""
     client = VLLMServerClient("127.0.0.1", 9, sync_dir=str(tmp_path))
     client.transfer._loaded["v-1"] = tmp_path
     client.request = Mock(side_effect=[ServerLost("no answer"), ServerError("404")])

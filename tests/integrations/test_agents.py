@@ -1,7 +1,9 @@
 """Agents that speak OpenAI's API: real clients over real HTTP; the policy is scripted where its ids are known."""
 
 import asyncio
+import fcntl
 import json
+import os
 import random
 import subprocess
 import sys
@@ -20,8 +22,8 @@ from project import ROOT
 from scripted_schedulers import TOKENIZER, ids, scripted, user
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.event_loop import run_async
-from mt_grpo.integrations.agents import conversation as openai_agent, programs, server as agent_server
+from mt_grpo.base.event_loop import allow_many_open_files, run_async
+from mt_grpo.integrations.agents import conversation as openai_agent, launcher, programs, server as agent_server
 from mt_grpo.integrations.agents.chains import Asked
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
@@ -705,6 +707,24 @@ def test_a_turn_of_which_a_later_request_tells_is_observed(name):
     rollout, _ = run(agent, f"I add them.\n{CALL}", "2")
     assert [turn.went_on for turn in rollout.turns] == [expected, False]
     assert [turn.has_observation for turn in rollout.turns] == [expected, False]
+    told_results = name in ("it goes on", "an edited system prompt", "results behind an edited call")
+    assert [len(turn.results) for turn in rollout.turns] == [told_results, 0]
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_results_stand_in_the_order_of_the_calls(edits):
+    """Whatever order a program sends them in. A call that it could not read stands behind those that it ran."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("What?")], tools=[ADD])
+        results = [{**each, "content": f"result {k}"} for k, each in enumerate(tool_message(said))]
+        said = {**said, "content": "I add."} if edits else said
+        await ask(client, [user("What?"), said, *reversed(results)], tools=[ADD])
+
+    broken = CALL.replace("}}", "}")
+    turn = run(agent, f"{broken}\n{CALL}\n{CALL}", "2")[0].turns[0]
+    assert [result.text for result in turn.results] == ["result 0", "result 1"]
+    assert [call.error is None for call in turn.calls] == [True, True, False]
 
 
 def test_what_a_later_request_tells_of_a_turn():
@@ -727,6 +747,17 @@ def test_what_a_later_request_tells_of_a_turn():
 
     rollout, _ = run(agent, "Paris", "Lyon", "yes")
     assert [turn.went_on for turn in rollout.turns] == [False, True, False]
+
+
+def test_the_launcher_takes_a_pipe_of_any_number():
+    """With many conversations there are more open files than `select.select` has numbers for."""
+    allow_many_open_files()
+    ours, other = os.pipe()
+    high = fcntl.fcntl(ours, fcntl.F_DUPFD, 1500)
+    command = [sys.executable, "-I", "-S", launcher.__file__, str(high), "sh", "-c", "exit 7"]
+    assert subprocess.run(command, pass_fds=[high]).returncode == 7
+    for each in (ours, other, high):
+        os.close(each)
 
 
 def test_a_reward_names_its_answer():

@@ -342,10 +342,8 @@ def test_the_end_of_a_rollout_inside_a_stream_is_told(monkeypatch):
 
     rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.3)
     assert rollout.reward == 0.5 and seen
-    for error in seen:
-        assert (
-            error.body["error"]["type"] == "rate_limit_error" and "over: max_tokens" in error.body["error"]["message"]
-        )
+    for error in (each.body["error"] for each in seen):
+        assert error["type"] == "rate_limit_error" and "over: max_tokens" in error["message"]
 
 
 def test_equal_texts_are_told_apart_by_their_thinking():

@@ -11,7 +11,7 @@ import vision_model
 from processes import ends, wait_for_port
 from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
-from test_verl import build, converse, free_port, settings, write_yaml
+from test_verl import free_port, settings
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.tools.signature import tool_schema
@@ -345,27 +345,3 @@ def test_a_bad_file_is_refused(tmp_path, name):
     (tmp_path / "servers.json").write_text(text)
     with pytest.raises(ValueError, match="mcp_config_file: .*" + message):
         load_recipe_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
-
-
-VERL = """
-tools:
-  - class_name: {cls}
-    config: {{rate_limit: 120, timeout: 20, type: mcp}}
-    mcp: {{mcp_servers_config_path: servers.json, tool_selected_list: [{tool}]}}
-"""
-
-
-@pytest.mark.parametrize("cls", ["verl.tools.mcp_search_tool.MCPSearchTool", "written_mcp.Loud"])
-def test_verls_entry_of_type_mcp(tmp_path, cls):
-    """In the form of its own YAML. The servers stand beside it; a class may read results in its own way."""
-    (tmp_path / "written_mcp.py").write_text(
-        "from verl.tools.mcp_base_tool import MCPBaseTool\n\n\nclass Loud(MCPBaseTool):\n"
-        "    def _parse_tool_result(self, content):\n        return content[0].text + '!', {'parts': len(content)}\n"
-    )
-    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"sums": sums(tmp_path)}}))
-    env = build(tools_config_file=write_yaml(tmp_path, VERL.format(cls=cls, tool="add")))()
-    (rollout,) = converse(env, [[call("add", a=1), call("add", a="x"), ANSWER]], [{}])
-    assert rollout.turns[0].observation == ("2!" if cls.startswith("written") else "2")
-    assert rollout.turns[1].error == "tool" and list(rollout.tools) == ["add"]
-    with pytest.raises(ValueError, match="offers \\['sub'\\] of tool_selected_list"):
-        build(tools_config_file=write_yaml(tmp_path, VERL.format(cls=cls, tool="sub")))

@@ -549,8 +549,7 @@ def test_ids_of_a_message_that_goes_on(first):
 
 
 def test_a_branch_that_cuts_leaves_the_other_responses_whole():
-    """What it keeps is read as it is. The response before the cut one is trained with it. Text behind one branch is
-    not read in another."""
+    """The response before the cut one is trained with it. Text behind one branch is not in another."""
 
     async def branches(self, ask, request, config):
         before = [*request.messages, answer(text_of(await ask(*request.messages))), user("And?")]
@@ -865,6 +864,14 @@ def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
     columns["messages"] = [[user("What?")]] * 2
     assert function(**columns) == [1.0, 1.0]
     assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
+
+
+def test_the_results_of_a_scheduler_are_the_turns_results():
+    """As rewards of turns read them: messages of role `tool` that it appends."""
+    plugin = import_file("tools/ms_swift/calculator.py", "external_plugins")
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 * 3"}}\n</tool_call>'
+    rollout, _ = run(plugin.Calculator, call, "6", row={"question": "2 * 3?"})
+    assert [[result.text for result in turn.results] for turn in rollout.turns] == [["6"], []]
 
 
 @pytest.mark.contract("ms-swift plug-ins")

@@ -26,7 +26,6 @@ from mt_grpo.integrations.verl import paths as verl_paths, search as verl_search
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of
 from mt_grpo.integrations.verl.config import load_interactions
-from mt_grpo.integrations.verl.mcp import MCPSearchTool
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import load_conversation, load_recipe_tools
@@ -707,17 +706,13 @@ def test_a_folder_that_is_called_verl_is_not_verl(tmp_path, monkeypatch):
 
 
 def test_an_installed_verl_is_found_first(tmp_path, monkeypatch):
-    """Except for functions and MCP servers, which it does not know."""
-    for name in ("", "tools/", "tools/base_tool", "tools/function_tool", "tools/mcp_base_tool", "utils/"):
+    """Except for functions, which it does not know."""
+    for name in ("", "tools/", "tools/base_tool", "tools/function_tool", "utils/"):
         path = tmp_path / "verl" / (f"{name}__init__.py" if name.endswith("/") or not name else f"{name}.py")
         path.parent.mkdir(exist_ok=True)
         path.write_text("installed = True")
     monkeypatch.syspath_prepend(tmp_path)
     verl_paths.install()
     assert importlib.import_module("verl.tools.base_tool").installed
-    for name in ("function_tool", "mcp_base_tool"):
-        assert not hasattr(importlib.import_module(f"verl.tools.{name}"), "installed")
-    found = [types.SimpleNamespace(type="text", text='{"query": "q", "results": [{"title": "Paris"}]}')]
-    text, metrics = MCPSearchTool._parse_tool_result(None, found)
-    assert text == '[{"title": "Paris"}]' and (metrics["queries"], metrics["total_results"]) == (["q"], 1)
+    assert not hasattr(importlib.import_module("verl.tools.function_tool"), "installed")
     assert importlib.import_module("verl.tools.gsm8k_tool").Gsm8kTool is Gsm8kTool  # which this release lacks

@@ -37,31 +37,22 @@ ENVELOPE = 40  # between two turns, around a result
 @pytest.mark.parametrize(
     "turns, limits, expected, num_turns",
     [
-        ([ANSWER], {}, "answered", 1),
-        ([ADD, ANSWER], {}, "answered", 2),
-        (["I do not know.<|im_end|>"], {}, "no_tool_call", 1),
-        (["</answer>"], {}, "no_tool_call", 1),
-        ([[]], {}, "no_tool_call", 1),
-        ([[END]], {}, "no_tool_call", 1),
-        ([ADD, "Five.<|im_end|>"], {}, "no_tool_call", 2),
-        ([ADD, ADD, ADD], {}, "max_turns", 3),
-        ([ADD], {"max_steps": 0}, "max_turns", 1),
-        (["</tool>", "</tool>"], {"max_steps": 1}, "max_turns", 2),
-        ([ANSWER], {"max_steps": 0}, "answered", 1),
-        ([TALK], {"max_completion_length": 1024}, "max_tokens", 1),
+        ([ANSWER], {}, "answered", 1), ([ADD, ANSWER], {}, "answered", 2),
+        (["I do not know.<|im_end|>"], {}, "no_tool_call", 1), (["</answer>"], {}, "no_tool_call", 1),
+        ([[]], {}, "no_tool_call", 1), ([[END]], {}, "no_tool_call", 1),
+        ([ADD, "Five.<|im_end|>"], {}, "no_tool_call", 2), ([ADD, ADD, ADD], {}, "max_turns", 3),
+        ([ADD], {"max_steps": 0}, "max_turns", 1), (["</tool>", "</tool>"], {"max_steps": 1}, "max_turns", 2),
+        ([ANSWER], {"max_steps": 0}, "answered", 1), ([TALK], {"max_completion_length": 1024}, "max_tokens", 1),
         ([TALK], {"max_turn_tokens": 10}, "max_tokens", 1),
         ([ADD, TALK], {"max_completion_length": 1024}, "max_tokens", 2),
         ([ADD], {"max_completion_length": 60}, "max_tokens", 1),
         (["<answer>5"], {"max_completion_length": 8}, "max_tokens", 1),
-        ([TALK], {"max_model_len": 100}, "context_length", 1),
-        ([ADD], {"max_model_len": 100}, "context_length", 1),
-        ([], {"max_model_len": 23}, "context_length", 0),
-        ([], {"max_model_len": 5}, "context_length", 0),
-        ([ANSWER], {"max_model_len": 41}, "answered", 1),
-        ([ANSWER], {"max_completion_length": 18}, "answered", 1),
+        ([TALK], {"max_model_len": 100}, "context_length", 1), ([ADD], {"max_model_len": 100}, "context_length", 1),
+        ([], {"max_model_len": 23}, "context_length", 0), ([], {"max_model_len": 5}, "context_length", 0),
+        ([ANSWER], {"max_model_len": 41}, "answered", 1), ([ANSWER], {"max_completion_length": 18}, "answered", 1),
         ([ADD], {"max_completion_length": 54}, "max_tokens", 1),
     ],
-)
+)  # fmt: skip
 def test_stop_reasons(turns, limits, expected, num_turns):
     rollout, _ = converse(*turns, **limits)
     assert len(rollout.prompt_ids) == PROMPT_LENGTH

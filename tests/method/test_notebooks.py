@@ -71,12 +71,12 @@ MESSAGES = [{"role": "user", "content": "5?"}]
 
 
 @pytest.mark.parametrize(
-    "prompts, message", [("2+3?", "is '2"), (MESSAGES, "contains {"), ([["2+3?"]], r"contains \['2")]
+    "prompts, said", [("2+3?", "is '2"), (MESSAGES, "contains {"), ([["2+3?"]], r"contains \['2")]
 )
-def test_prompts_that_are_no_list_of_conversations_are_refused(prompts, message):
+def test_prompts_that_are_no_list_of_conversations_are_refused(prompts, said):
     env, client = make_env(), mt.VLLMServerClient("127.0.0.1", 1, CHATML_TOKENIZER)
     for use, name in ((env.start, "prompts"), (client.chat, "messages_list")):
-        with pytest.raises(ValueError, match=f"^{name} {message}"):
+        with pytest.raises(ValueError, match=f"^{name} {said}"):
             use(prompts)
 
 

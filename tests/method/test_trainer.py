@@ -633,21 +633,10 @@ def test_tokens_that_a_push_would_leave_out_are_rejected(random_model, tmp_path)
 
 
 OF_THE_MODEL = {  # values of a model's generation_config.json, each of which changes what is sampled
-    "min_p": 0.2,
-    "typical_p": 0.3,
-    "no_repeat_ngram_size": 1,
-    "min_new_tokens": 40,
-    "top_k": 2,
-    "top_p": 0.5,
-    "temperature": 0.3,
-    "repetition_penalty": 2.0,
-    "num_beams": 3,
-    "suppress_tokens": list(range(128)),
-    "epsilon_cutoff": 0.02,
-    "begin_suppress_tokens": list(range(128)),
-    "max_length": 4,
-    "guidance_scale": 2.0,
-}
+    "min_p": 0.2, "typical_p": 0.3, "no_repeat_ngram_size": 1, "min_new_tokens": 40, "top_k": 2, "top_p": 0.5,
+    "temperature": 0.3, "repetition_penalty": 2.0, "num_beams": 3, "suppress_tokens": list(range(128)),
+    "epsilon_cutoff": 0.02, "begin_suppress_tokens": list(range(128)), "max_length": 4, "guidance_scale": 2.0,
+}  # fmt: skip
 
 
 def test_samples_do_not_depend_on_the_models_own_generation_config(random_model, tmp_path):

@@ -486,18 +486,11 @@ def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
 
 # TRL's keys that do nothing in a multi-turn rollout, or something else, with a value that is not the default.
 REFUSED = {
-    "remove_unused_columns": True,
-    "reward_weights": [1.0, 1.0],
-    "max_tool_calling_iterations": 3,
-    "multi_objective_aggregation": "normalize_then_sum",
-    "vllm_structured_outputs_regex": "[0-9]+",
-    "neftune_noise_alpha": 5.0,
-    "dataloader_in_order": False,
-    "data_seed": 7,
-    "load_in_8bit": True,
-    "load_in_4bit": True,
-    "dataset_streaming": True,
-}
+    "remove_unused_columns": True, "reward_weights": [1.0, 1.0], "max_tool_calling_iterations": 3,
+    "multi_objective_aggregation": "normalize_then_sum", "vllm_structured_outputs_regex": "[0-9]+",
+    "neftune_noise_alpha": 5.0, "dataloader_in_order": False, "data_seed": 7, "load_in_8bit": True,
+    "load_in_4bit": True, "dataset_streaming": True,
+}  # fmt: skip
 
 
 @pytest.fixture

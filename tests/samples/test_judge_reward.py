@@ -233,9 +233,8 @@ def test_answers_of_a_group_are_compared_in_one_request(judge, server):
     values = compare(judge, rollouts, groups, answer=golds, log_metric=lambda *pair: logged.append(pair))
     assert values == [0.9, 0.6, 0.2, 0.9, 0.0, 0.0] and logged == [("judge/unreadable_frequency", 0.0)]
     two, one = sorted(server.prompts, key=len, reverse=True)
-    assert (
-        "<answer>\nNorway\n</answer>\n<answer>\nDenmark\n</answer>\n" in two and between(two, "accepted") == "Norway"
-    )
+    assert between(two, "accepted") == "Norway"
+    assert "<answer>\nNorway\n</answer>\n<answer>\nDenmark\n</answer>\n" in two
     assert "Reply with 2 numbers" in two and "Reply with 1 numbers" in one
     assert {body["max_tokens"] for body in server.bodies} == {judge.MAX_REPLY_TOKENS, 2 * judge.MAX_REPLY_TOKENS}
     server.reply = lambda prompt: "9, 2, 1" if "Question 1" in prompt else "[3,8.5]"

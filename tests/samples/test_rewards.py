@@ -141,17 +141,10 @@ def test_a_result_is_found_as_a_number_or_as_a_part_of_a_text():
 
 
 GOLDS = [
-    (["France"], 1.0),
-    (["Spain"], 0.0),
-    ("France", 1.0),
-    ({"value": "Gaul", "aliases": ["France", "FR"]}, 1.0),
-    ({"value": "France", "aliases": None}, 1.0),
-    ({"value": "Spain", "aliases": ["Hispania"]}, 0.0),
-    ([None, "", "  ", " france\n"], 1.0),
-    ([], None),
-    (None, None),
-    ("", None),
-]
+    (["France"], 1.0), (["Spain"], 0.0), ("France", 1.0), ({"value": "Gaul", "aliases": ["France", "FR"]}, 1.0),
+    ({"value": "France", "aliases": None}, 1.0), ({"value": "Spain", "aliases": ["Hispania"]}, 0.0),
+    ([None, "", "  ", " france\n"], 1.0), ([], None), (None, None), ("", None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("gold", "exact"), GOLDS)

@@ -84,9 +84,7 @@ def test_other_data_sets_name_their_columns(hub, tmp_path):
     assert list(wiki_corpus.pages_of(hotpot, *wiki_corpus.SOURCES["hotpotqa/hotpot_qa"][1:])) == pairs
 
 
-@pytest.mark.parametrize(
-    ("before", "long"), [(0, 121), (19, 105), (20, 119), (79, 71), (79, 41), (115, 10), (60, 500)]
-)
+@pytest.mark.parametrize("before, long", [(0, 121), (19, 105), (20, 119), (79, 71), (79, 41), (115, 10), (60, 500)])
 def test_no_passage_is_longer_than_a_fifth_more(before, long):
     text = " ".join([*["word"] * (before - 1), "End."] * bool(before) + ["w"] * (long - 1) + ["Last."])
     passages = [row["text"].split() for row in wiki_corpus.passages_of("A", f"{text} One. Two.")]

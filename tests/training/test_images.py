@@ -113,6 +113,10 @@ def test_where_a_picture_comes_from(tokenizer, tmp_path):
     assert {each.digest for each in found} == {found[0].digest}
     assert read(image.convert("CMYK"), "").image.mode == read(image.convert("L"), "").image.mode == "RGB"
     assert read(Image.new("RGB", (1, 1)), "").num_tokens == 1
+    hidden = Image.new("RGBA", (56, 56))  # black that is not seen: a web page shows it white, and so does vLLM
+    assert read(hidden, "").image.getpixel((0, 0)) == (255, 255, 255)
+    with pytest.raises(ValueError, match="its mode is I;16, expected samples of 8 bits"):
+        read(Image.new("I;16", (56, 56), 30000), "")
     turned = Image.Exif()
     turned[0x0112] = 6  # as a camera says that it was held upright
     photograph = read(as_bytes(vision_model.picture(3, (84, 56)), "PNG", exif=turned), "")

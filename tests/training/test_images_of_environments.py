@@ -202,8 +202,7 @@ def test_a_picture_that_comes_back_is_still_known(tokenizer, ids_of):
 
 
 def test_any_tokenizer_reads_them_in_the_environments_thread(tokenizer):
-    """As in a notebook, where the class of conversations has none of its own. No conversation waits for it in the
-    event loop."""
+    """As in a notebook, where conversations have none of their own. None waits for it in the loop."""
     env = MultiTurnToolEnv([], None, environment=game(image(1), [Reply(messages=[user("a", part(2))])]))
     script = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in (MOVE, ANSWER)]
     (rollout,) = env.generate([ASKED], Scripted([script], tokenizer=tokenizer), rows=[{}])["rollouts"]

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from test_trainer import PROMPTS, make_trainer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteMoeConfig
 from trl import GRPOTrainer
 
 from mt_grpo.base.errors import RunError
@@ -72,6 +72,9 @@ CASES = {
         "peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.05)
     },
     "each with its prompt, sorted by length, since pad_to_multiple_of is set": {"pad_to_multiple_of": 8},
+    "each with its prompt, sorted by length, since use_transformers_continuous_batching is set": {
+        "use_transformers_continuous_batching": True
+    },
 }
 
 
@@ -94,6 +97,26 @@ def test_dropout_that_the_sampled_logprobs_have_not_is_said(random_model, tmp_pa
     config = LoraConfig(target_modules=["q_proj"], lora_dropout=dropout)
     make_trainer(random_model, tmp_path, peft_config=config, **settings)
     assert len([text for text in caplog.messages if "lora_dropout has a dropout of 0.05" in text]) == warned
+
+
+@pytest.mark.parametrize("config, has_router, said", [
+    (Gemma2Config(attn_implementation="sdpa"), False, "sdpa leaves out the softcap of gemma2. Set attn_"),
+    (GraniteMoeConfig(), True, "no router loss for granitemoe. Set router_aux_loss_coef: 0.0"),
+])  # fmt: skip
+def test_a_model_of_which_trl_computes_another_loss_is_refused(config, has_router, said):
+    with pytest.raises(ValueError, match=said):
+        layouts.check_model(types.SimpleNamespace(config=config), has_router)
+    config._attn_implementation = "eager"
+    layouts.check_model(types.SimpleNamespace(config=config), False)
+
+
+def test_padding_moves_no_position(random_model, tmp_path):
+    """As in sampling. Learned positions, and scales that grow with a position, would give other logprobs."""
+    model, seen = make_trainer(random_model, tmp_path).model, []
+    note = lambda module, args, kwargs: seen.append(kwargs["position_ids"].tolist())  # noqa: E731
+    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    model(input_ids=torch.tensor([[0, 0, 5, 6]]), attention_mask=torch.tensor([[0, 0, 1, 1]]))
+    assert seen == [[[0, 0, 0, 1]]]
 
 
 def test_a_model_is_read_in_passes_of_the_layout_that_is_said(random_model, tmp_path):

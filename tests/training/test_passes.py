@@ -265,8 +265,7 @@ def numbers(bins):
 
 
 def test_rows_of_a_micro_batch_and_what_they_weigh():
-    """Further records stand with the first one of their rollout, and a value per row stays as it is. And a rollout
-    without one as nothing."""
+    """Further records stand with the first of their rollout; a value per row stays."""
     rows = [row(1, 2, [1, 0]) | {"ratio": torch.tensor([0.5])}, row(2, 3, [1, 1, 1]) | {"ratio": torch.tensor([2.0])}]
     micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]} | {"num_items": torch.tensor(9)}
     (first, further), (other,) = rows_of(micro_batch | {"further_records": [[row(3, 1, [1])], []]})

@@ -5,9 +5,10 @@ import functools
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import numpy
@@ -65,6 +66,18 @@ def test_a_tool_that_sets_a_signal_is_named(monkeypatch, caplog):
     monkeypatch.setattr("mt_grpo.base.errors._told", set())
     assert run_async(env.call_tool(ToolCall("catches", {}))).error is None
     assert "catches sets a signal handler" in caplog.text
+
+
+def test_a_connection_of_another_call_is_named():
+    with closing(sqlite3.connect(":memory:")) as connection:
+
+        def query() -> str:
+            """Look it up."""
+            return str(connection.execute("SELECT 1").fetchall())
+
+        env = mt.MultiTurnToolEnv([query], system_prompt=None)
+        with pytest.raises(ToolsUnavailable, match="^query has an SQLite connection of another call"):
+            run_async(env.call_tool(ToolCall("query", {})))
 
 
 def test_a_reward_limits_its_own_time_by_sigalrm():

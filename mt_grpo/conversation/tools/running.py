@@ -22,6 +22,10 @@ from mt_grpo.rollout import ToolResult
 
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 SHORT = 2**16  # characters of a text that an event loop finishes itself
+ONE_THREAD = {  # what Python says of an object of another thread, so that each call fails -> what to do
+    "signal only works in main thread": "sets a signal handler, for which it needs a process. Or use tool_timeout.",
+    "SQLite objects created in a thread": "has an SQLite connection of another call. Set check_same_thread=False.",
+}
 
 # A call that is given up at its time limit appends a future to this list, if there is one. Until the future is done,
 # the call's thread works on, since it cannot be stopped, and what it works on is in use.
@@ -115,13 +119,12 @@ async def run_tool(
             given_up.append(done)
         raise ToolTimeout(f"{name} took longer than {timeout:g} s")
     result, error = done.result()
-    said = error if isinstance(error, ValueError) else getattr(result, "text", result)
-    if "signal only works in main thread" in str(said)[: 40 if error is not None else 1000]:  # so each call would fail
-        words = f"{name} sets a signal handler, which Python allows only in the main thread."
-        words += " Let it start a process, or use tool_timeout instead."
-        if error is not None:
-            raise ToolsUnavailable(words) from error
-        tell_once(words)  # the tool caught the error, and the model reads it
+    said = getattr(result, "text", result) if error is None else error_line(error)
+    for text, advice in ONE_THREAD.items():
+        if text in str(said)[: 70 if error is not None else 1000]:
+            if error is not None:
+                raise ToolsUnavailable(f"{name} {advice}") from error
+            tell_once(f"{name} {advice}")  # the tool caught the error, and the model reads it
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(error_line(error))
     return result
@@ -163,10 +166,7 @@ def as_text(result: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ResultInParts:
-    """A result with images: texts and images for a model that reads images, and a text for a text-only model.
-
-    Without that text, a text-only model reads an error.
-    """
+    """A result with images: texts and images for a model that reads images, and a text (else an error) for others."""
 
     parts: list[Any]
     text: str | None = None

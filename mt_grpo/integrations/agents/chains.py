@@ -11,13 +11,13 @@ import bisect
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mt_grpo.images.messages import pictures_of
 from mt_grpo.integrations.agents.messages import Answer, ModelRequest, same_json
 from mt_grpo.integrations.session import Sampled, fill_turns
-from mt_grpo.rollout import Message, Rollout, ToolResult
+from mt_grpo.rollout import Message, Rollout, ToolResult, Turn
 
 Key = tuple  # what a message says; equal where two messages say the same
 
@@ -240,14 +240,15 @@ class Chains:
             if not each.received:
                 turn.info["received"] = False
             if parent is not None and each is min(parent.children, key=first_of_record):
-                parent.turn.results = list(results_of(each.said))
+                ids = [call["id"] for call in each.request.messages[len(parent.keys) - 1].get("tool_calls") or []]
+                take_results(parent.turn, ids, each.said)
             else:
                 each.fresh, turn.tools = None, each.request.tools or None
         fill_turns(rollout, self.completions)
         self.find_what_went_on()
 
     def find_what_went_on(self) -> None:
-        """Mark the turns of which a later request tells, in whatever record, and whether or not it was answered."""
+        """Mark the turns of which a later request tells, in any record, answered or not. They get their results."""
         answered = {each.asked.numbers[0]: each for each in self.completions}
         for number, request in self.requests:
             found, keys = answered.get(number), self.keys_of(request.messages)
@@ -255,9 +256,13 @@ class Chains:
             if parent is not None:
                 parent.turn.went_on = True
             start = len(parent.keys) if parent else 0
+            further = request.messages[start:]
             for each in self.completions:
-                if each.number < number and each.received and not each.turn.went_on:
-                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
+                turn, ids = each.turn, [call["id"] for call in each.answer.tool_calls]
+                lacks = not turn.went_on or bool(ids) and not turn.results
+                if each.number < number and each.received and lacks and each.is_told_in(further, keys[start:]):
+                    turn.went_on = True
+                    take_results(turn, ids, [said for said in further if said.get("tool_call_id") in ids])
 
 
 def first_of_record(each: Completion) -> tuple[bool, int]:
@@ -265,9 +270,23 @@ def first_of_record(each: Completion) -> tuple[bool, int]:
     return not each.request.trained, each.number
 
 
-def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:
-    """The results of tools among messages."""
+def take_results(turn: Turn, ids: list[str], messages: list[Message]) -> None:
+    """Give a turn the results among messages, in the order of its calls. Calls without one stand behind the others.
+
+    A program sends results in any order, and none for a call that it could not read. Rewards and metrics pair calls
+    and results by their places.
+
+    Args:
+        ids: Of the calls that the program could read, in their order, as it names them in `messages`.
+        messages: What it sent after the turn; those of other roles say no result.
+    """
+    valid = [call for call in turn.calls if call.error is None]
+    said = {}
     for message in messages:
         if message["role"] == "tool":
+            place = ids.index(message["tool_call_id"]) if message["tool_call_id"] in ids else len(ids) + len(said)
             error = "tool" if message.get("failed") else None
-            yield ToolResult(message["content"], error, pictures=tuple(pictures_of(message["content"])))
+            said[place] = ToolResult(message["content"], error, pictures=tuple(pictures_of(message["content"])))
+    turn.results = [said[place] for place in sorted(said)]
+    answered = [valid[place] for place in sorted(said) if place < min(len(ids), len(valid))]
+    turn.calls = answered + [call for call in turn.calls if not any(call is each for each in answered)]

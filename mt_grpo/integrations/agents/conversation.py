@@ -4,8 +4,7 @@ or over Anthropic's.
     agent: my_agent.py:solve             # async def solve(row, client): an AsyncOpenAI client, or a function
     agent_command: python my_agent.py    # the row on standard input, OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_...
 
-The agent is not changed. Its requests are sampled token for token after what was sampled before; each completion is a
-turn with its own credit.
+The agent is not changed. Its requests are sampled token for token after what was sampled before; each is a turn.
 """
 
 from __future__ import annotations
@@ -107,9 +106,8 @@ class AgentConversation:
         session = AgentSession(self, rollout, llm, sampling_params)
         server.add(session)
         try:
-            result = await run_program(
-                self.agent, environment.row, server, session, self.agent_timeout, SECONDS_TO_RETURN
-            )
+            row, limit = environment.row, self.agent_timeout
+            result = await run_program(self.agent, row, server, session, limit, SECONDS_TO_RETURN)
         finally:
             server.remove(session)
             await session.finish()

@@ -48,8 +48,11 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for stream in (0, 1, 2):  # else a reader of the command's output would wait for this process
         os.close(stream)
+    poll = select.poll()  # `select.select` takes no number above 1023, as a trainer with many files gives
+    for each in (pipe, woken):
+        poll.register(each, select.POLLIN)
     while True:
-        ready, _, _ = select.select([pipe, woken], [], [])
+        ready = [number for number, _ in poll.poll()]
         if pipe in ready:
             end(child, signal.SIGKILL, group=True)
         if woken in ready:

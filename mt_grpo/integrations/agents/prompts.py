@@ -104,8 +104,7 @@ class AgentPrompts:
     def tools(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
         """A request's tools as a tool format takes them, with what the chat template shows of them.
 
-        Raises:
-            ApiError: a name holds a token that no call can hold.
+        Raises `ApiError` for a name with a token that no call can hold.
         """
         forbidden = forbidden_in(Origin.AGENT, "tool", self.tokenizer, self.format.ends)
         shown = []

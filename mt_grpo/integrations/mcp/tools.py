@@ -1,4 +1,4 @@
-"""The tools of MCP servers as tools of the trainer: `mcp_config_file`, and verl's entries of `type: mcp`."""
+"""The tools of MCP servers as tools of the trainer (`mcp_config_file`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.integrations.mcp.servers import LOOP, McpServer, McpToolError, read_servers, servers_to_close
 
 
-def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
-    """Start the servers of a JSON file, all at the same time: each with its tools. Raises `ValueError`."""
+def load_mcp_tools(path: str) -> list[Callable]:
+    """The tools of the servers of a JSON file, which all start at the same time. Raises `ValueError`."""
+    key = "mcp_config_file"
 
     async def start(name: str, entry: dict[str, Any]) -> tuple[McpServer, list[Any]]:
         servers_to_close.append(server := McpServer(name, entry))
@@ -36,14 +37,10 @@ def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
         return server, [tool for tool in tools if tool.name in entry.get("tools", names)]
 
     starting = gather_all([start(name, entry) for name, entry in read_servers(path, key).items()])
-    return asyncio.run_coroutine_threadsafe(starting, background_loop(LOOP)).result()
-
-
-def load_mcp_tools(path: str) -> list[Callable]:
-    """The tools of the servers of a JSON file. Raises `ValueError`."""
-    tools = [mcp_tool(server, tool) for server, offered in start_servers(path, "mcp_config_file") for tool in offered]
+    started = asyncio.run_coroutine_threadsafe(starting, background_loop(LOOP)).result()
+    tools = [mcp_tool(server, tool) for server, offered in started for tool in offered]
     if not tools:
-        raise ValueError(f"mcp_config_file: the servers of {path!r} offer no tools. Expected at least one.")
+        raise ValueError(f"{key}: the servers of {path!r} offer no tools. Expected at least one.")
     return tools
 
 
@@ -58,16 +55,12 @@ def mcp_tool(server: McpServer, tool: Any) -> Callable:
         parts = [part for each in result.content for part in (image_part(each) or content_text(each), "\n")][:-1]
         return ResultInParts(parts, text) if any(isinstance(part, dict) for part in parts) else text
 
-    return as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
-
-
-def schema_of(server: McpServer, tool: Any) -> dict[str, Any]:
-    """The JSON schema of a tool, as the model reads it."""
-    return {
+    schema = {
         "name": tool.name,
         "description": tool.description or tool.title or f"{tool.name} of {server.name}.",
         "parameters": {"type": "object", "properties": {}, **tool.input_schema},
     }
+    return as_tool(types.SimpleNamespace(name=tool.name, schema=schema, run=run))
 
 
 def result_text(result: Any) -> str:

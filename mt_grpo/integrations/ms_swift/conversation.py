@@ -240,9 +240,8 @@ def make_scheduler(cls: type, engine: SchedulerEngine, kwargs: dict[str, Any]) -
     try:
         scheduler = cls(**{key: value for key, value in given.items() if takes_all or key in parameters})
     except Exception as error:
-        raise ValueError(
-            f"multi_turn_scheduler: {cls.__name__}{inspect.signature(cls)} raised {error_line(error)}"
-        ) from error
+        name = f"{cls.__name__}{inspect.signature(cls)}"
+        raise ValueError(f"multi_turn_scheduler: {name} raised {error_line(error)}") from error
     for key, value in {"infer_engine": engine, "max_turns": kwargs.get("max_turns")}.items():
         if vars(scheduler).get(key) is None:  # its constructor passed on neither
             setattr(scheduler, key, value)

@@ -27,9 +27,7 @@ class SwiftKeys:
     completion_length_limit_scope: str = key(
         "per_round", "ms-swift's: what max_completion_length bounds", one_of=("per_round", "total"), needs=SCHEDULER
     )
-    vllm_server_pass_dataset: bool = key(
-        True, "ms-swift's: requests have the row's columns as data_dict", needs=SCHEDULER
-    )
+    vllm_server_pass_dataset: bool = key(True, "ms-swift's: requests have the row as data_dict", needs=SCHEDULER)
 
 
 class SwiftIntegration(Integration):

@@ -65,9 +65,7 @@ def read_message(message: dict[str, Any]) -> Message:
     """One message of a request. Raises `SchedulerFailure`."""
     role, content = message["role"], message["content"] or ""
     if role not in ROLES or not isinstance(content, str) or (message.get("tool_calls") and not content):
-        raise SchedulerFailure(
-            f"A message is {message!r:.200}, expected a role of {', '.join(ROLES)}, and a text as content."
-        )
+        raise SchedulerFailure(f"A message is {message!r:.200}, expected a role of {', '.join(ROLES)}, and a text.")
     return {"role": ROLES[role], "content": content, **({"name": message["name"]} if message.get("name") else {})}
 
 

@@ -17,7 +17,7 @@ from mt_grpo.integrations.ms_swift.protocol import RolloutOutput
 from mt_grpo.integrations.ms_swift.samples import Sample, choose, messages_of
 from mt_grpo.integrations.ms_swift.session import SchedulerSession
 from mt_grpo.integrations.session import fill_turns
-from mt_grpo.rollout import Message, Rollout, join
+from mt_grpo.rollout import Message, Rollout, ToolResult, join
 
 
 def read_outputs(returned: Any, name: str) -> list[RolloutOutput]:
@@ -129,6 +129,8 @@ def fill(rollout: Rollout, session: SchedulerSession) -> None:
         for earlier, later in zip(sample.drive, sample.drive[1:]):
             if later.fresh is None and not later.start:  # after an edit, too, a turn got what the next one reads last
                 earlier.turn.messages = earlier.turn.messages or later.messages[-1:]
+    for turn in rollout.turns:
+        turn.results = [ToolResult(message["content"]) for message in turn.messages if message["role"] == "tool"]
 
 
 def conversation_of(output: Any, session: SchedulerSession) -> list[Message]:

@@ -53,9 +53,7 @@ class MathAccuracy(ORM):
         try:
             import math_verify  # noqa: F401
         except ImportError:
-            raise ImportError(
-                "MathAccuracy needs math-verify. Run `pip install -e '.[swift]'` in the clone."
-            ) from None
+            raise ImportError("MathAccuracy needs math-verify: pip install -e '.[swift]' in the clone.") from None
 
     def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
         """One reward per completion; 0.0 if the solution cannot be read."""

@@ -54,10 +54,8 @@ def check_step(folder: str, step: int, rows: dict[int, dict[str, Any]]) -> None:
     if "replay" not in first:
         raise ValueError(f"{where}: the log has no tokens. Write it with log_rollout_tokens: true.")
     if rows.keys() != set(range(first["batch_size"])):
-        raise ValueError(
-            f"{where}: the log has {len(rows)} of {first['batch_size']} rollouts. Write it with log_rollouts: "
-            f"{first['batch_size']}."
-        )
+        size = first["batch_size"]
+        raise ValueError(f"{where}: the log has {len(rows)} of {size} rollouts. Write it with log_rollouts: {size}.")
     if any(row["images"] for row in rows.values()):
         raise ValueError(f"{where}: the rollouts have images, which the log holds only as files.")
 
@@ -151,7 +149,7 @@ def turn_of(of_log: dict[str, Any], info: str) -> Turn:
         logprobs=logprobs and [math.nan if value is None else value for value in logprobs],  # unknown ones are null
         calls=[ToolCall(each["name"], json.loads(each["arguments"]), each["error"]) for each in of_log["calls"]],
         results=[
-            ToolResult(each["text"], each["error"], each["seconds"], each["reward"]) for each in of_log["results"]
+            ToolResult(*(each[key] for key in ("text", "error", "seconds", "reward"))) for each in of_log["results"]
         ],
         observation_ids=of_log["read_ids"],
         info=json.loads(info),

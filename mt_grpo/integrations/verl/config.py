@@ -14,7 +14,6 @@ import yaml
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import RecipeLoader
 from mt_grpo.integrations.verl.base import declared, function_as_tool, overridden, schema_dict
-from mt_grpo.integrations.verl.mcp import load_mcp_entry
 from mt_grpo.integrations.verl.paths import install
 from mt_grpo.recipe.plugins import find_modules_next_to, import_file, load_class
 
@@ -35,26 +34,26 @@ def load_tools_config(path: str) -> dict[str, Any]:
     tools: dict[str, Any] = {}
     for entry in read_entries(path, "tools", TOOLS):
         with named(f"{TOOLS}: {entry['class_name']!r} of {path!r}"):
-            for tool in tools_of_entry(path, **entry):
-                name = tool.tool_schema.function.name
-                if name in tools:
-                    raise ValueError(f"two tools are called {name!r}. Rename one in its tool_schema")
-                tools[name] = tool
+            tool = tool_of_entry(path, **entry)
+            name = tool.tool_schema.function.name
+            if name in tools:
+                raise ValueError(f"two tools are called {name!r}. Rename one in its tool_schema")
+            tools[name] = tool
     return tools
 
 
-def tools_of_entry(
+def tool_of_entry(
     path: str,
     class_name: str,
     config: dict[str, Any] | None = None,
     tool_schema: dict[str, Any] | None = None,
     mcp: dict[str, Any] | None = None,
     create_kwargs_from: dict[str, str] | None = None,
-) -> list[Any]:
-    """The tools of one entry, with their `json_schema`: several if it is of MCP servers."""
+) -> Any:
+    """The tool of one entry, with its `json_schema`."""
+    if mcp is not None:
+        raise ValueError("tools of MCP servers have a key of their own. Set mcp_config_file to the servers' file")
     config, cls = config or {}, find_class(class_name, path, TOOLS)
-    if mcp is not None or config.get("type") == "mcp":
-        return load_mcp_entry(cls, config, mcp or {}, path, TOOLS)
     schema_class = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema  # an installed verl's own
     tool = cls(config=config, tool_schema=tool_schema and schema_class(**tool_schema))
     # What the file says: an installed verl drops what its classes do not list.
@@ -63,7 +62,7 @@ def tools_of_entry(
     for method in ("create", "execute", "calc_reward", "release"):
         if not inspect.iscoroutinefunction(inspect.unwrap(getattr(tool, method))):
             raise ValueError(f"{method} is not async. Define it with `async def {method}`, as in verl")
-    return [tool]
+    return tool
 
 
 def load_interactions(path: str) -> dict[str, Any]:

@@ -45,10 +45,9 @@ class AgentData:
         if self.rollout is None:
             return []
         pairs = [pair for turn in self.rollout.turns for pair in zip(turn.messages, turn.results)]
-        results = {
-            id(said): {"role": "tool", "content": result.text} for said, result in pairs if said["role"] == "user"
-        }
-        return readable_messages([results.get(id(message), message) for message in self.rollout.history])
+        texts = {id(said): result.text for said, result in pairs if said["role"] == "user"}
+        named = ({"role": "tool", "content": texts[id(m)]} if id(m) in texts else m for m in self.rollout.history)
+        return readable_messages(list(named))
 
     @property
     def image_data(self) -> list | None:
@@ -87,9 +86,7 @@ def with_columns(kwargs: dict[str, Any], columns: dict[str, str], row: dict[str,
     for name, column in columns.items():
         source = column.removesuffix("####")
         if name not in kwargs and row.get(source) is None:
-            raise ValueError(
-                f"create_kwargs_from names the column {source!r}, which the row lacks. It has {sorted(row)}."
-            )
+            raise ValueError(f"create_kwargs_from names the column {source!r}, which the row lacks: {sorted(row)}.")
         values[name] = row.get(source)
         if source != column and isinstance(values[name], str):
             values[name] = values[name].rpartition("####")[2].strip().replace(",", "")

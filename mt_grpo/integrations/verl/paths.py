@@ -12,12 +12,10 @@ from typing import Any
 
 from mt_grpo.integrations.verl import builtin, schemas
 from mt_grpo.integrations.verl.base import BaseInteraction, BaseTool, FunctionTool, function_tool
-from mt_grpo.integrations.verl.mcp import MCPBaseTool, MCPSearchTool
 from mt_grpo.integrations.verl.search import perform_single_search_batch
 
 SCHEMAS = {name: value for name, value in vars(schemas).items() if name.startswith(("OpenAI", "ToolResponse"))}
-# Ours even if verl is installed: its own do not know the servers and the functions of this run.
-OURS = ("verl.tools.mcp_base_tool", "verl.tools.function_tool")
+OURS = ("verl.tools.function_tool",)  # even if verl is installed: its own does not know the functions of this run
 PACKAGES = ("verl", "verl.tools", "verl.tools.utils", "verl.interactions", "verl.utils", "verl.utils.reward_score")
 MODULES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(PACKAGES, {}),
@@ -26,8 +24,6 @@ MODULES: dict[str, dict[str, Any]] = {
     "verl.tools.function_tool": {"function_tool": function_tool, "FunctionTool": FunctionTool},
     "verl.tools.gsm8k_tool": {"Gsm8kTool": builtin.Gsm8kTool},
     "verl.tools.search_tool": {"SearchTool": builtin.SearchTool},
-    "verl.tools.mcp_base_tool": {"MCPBaseTool": MCPBaseTool},
-    "verl.tools.mcp_search_tool": {"MCPSearchTool": MCPSearchTool},
     "verl.tools.utils.search_r1_like_utils": {"perform_single_search_batch": perform_single_search_batch},
     "verl.interactions.base": {"BaseInteraction": BaseInteraction},
     "verl.interactions.gsm8k_interaction": {"Gsm8kInteraction": builtin.Gsm8kInteraction},
