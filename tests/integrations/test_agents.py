@@ -961,6 +961,19 @@ def test_a_reward_by_header_is_given_once():
     assert [turn.reward for turn in run(agent_that(True), "1", "2")[0].turns] == [0.875, None]
     assert [turn.reward for turn in run(agent_that(False), "1")[0].turns] == [0.375]
 
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        asked = {
+            "model": "policy",
+            "messages": [user("a"), said, user("b")],
+            "extra_headers": {"X-Turn-Reward": "0.5"},
+        }
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.3, max_retries=0).chat.completions.create(**asked)
+        await client.chat.completions.create(**asked)
+
+    assert [turn.reward for turn in run(agent, "1", "2", seconds=1.0)[0].turns] == [0.5, None, None]
+
 
 DAEMON = """
 import os, sys, time

@@ -248,7 +248,11 @@ class Chains:
         self.find_what_went_on()
 
     def find_what_went_on(self) -> None:
-        """Mark the turns of which a later request tells, in any record, answered or not. They get their results."""
+        """Mark the turns of which a later request tells, in whatever record, and whether or not it was answered.
+
+        A program that edits its history, such as its system prompt or the text beside a call, begins a record with
+        each request. The results of the calls before it are in no record of theirs: here the turns get them.
+        """
         answered = {each.asked.numbers[0]: each for each in self.completions}
         for number, request in self.requests:
             found, keys = answered.get(number), self.keys_of(request.messages)

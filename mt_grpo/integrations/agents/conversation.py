@@ -4,7 +4,8 @@ or over Anthropic's.
     agent: my_agent.py:solve             # async def solve(row, client): an AsyncOpenAI client, or a function
     agent_command: python my_agent.py    # the row on standard input, OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_...
 
-The agent is not changed. Its requests are sampled token for token after what was sampled before; each is a turn.
+The agent is not changed. Its requests are sampled token for token after what was sampled before; each completion is a
+turn with its own credit.
 """
 
 from __future__ import annotations

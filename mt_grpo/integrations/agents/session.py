@@ -63,7 +63,9 @@ class AgentSession(RolloutSession):
         self._clock = itertools.count()
         self._last: Asked | None = None  # of those that are trained, the one that a client got last
         self._rewards: dict[int, list[float]] = {}  # by number of the answer
-        self._refused_rewards: dict[int, float] = {}  # of requests that were refused and may come again, likewise
+        self._unheard_rewards: dict[
+            int, float
+        ] = {}  # of requests whose client got no answer and may ask again, likewise
 
     # -- requests --
 
@@ -108,6 +110,8 @@ class AgentSession(RolloutSession):
             asked.task = asyncio.ensure_future(self._timed(self._complete(request, asked)))
             self._num_requests += request.n
             self._asked.append(asked)
+        elif asked.paid:
+            self._unheard_rewards.pop(asked.paid[0], None)
         asked.waiting += 1
         return asked
 
@@ -160,7 +164,11 @@ class AgentSession(RolloutSession):
             self._last = asked
 
     def lost(self, asked: Asked, received: bool = False) -> None:
-        """Note that a client has left without the answers, even if they were on their way (`received`)."""
+        """Note that a client has left without the answers, even if they were on their way (`received`).
+
+        A request that no client waits for is sampled all the same, and is not trained. What it paid is taken back
+        when the client asks again without saying that it does.
+        """
         if received:
             asked.reached -= 1
             return
@@ -168,7 +176,8 @@ class AgentSession(RolloutSession):
         failed = asked.task.done() and not asked.task.cancelled() and asked.task.exception() is not None
         if failed and not asked.waiting and asked in self._asked:
             self._asked.remove(asked)  # it was refused: there may be many of these, and no retry joins one
-            self._refused_rewards |= dict([asked.paid] if asked.paid else [])
+        if not asked.waiting and not asked.reached and asked.paid:  # who asks again pays again
+            self._unheard_rewards |= dict([asked.paid])
 
     # -- rewards. The agent calls `reward` on its own thread --
 
@@ -216,7 +225,7 @@ class AgentSession(RolloutSession):
     def _pay(self, request: ModelRequest, value: float, answer: str | None) -> tuple[int, float]:
         """Give the turn of an answer, or the one that a request continues, a reward. Returns its number and that.
 
-        It replaces the reward of a refused request for the same turn: a client mends it and sends it again.
+        It replaces the reward of a request for the same turn that got no answer: a client sends it again, or mends it.
 
         Raises `ApiError`.
         """
@@ -224,8 +233,8 @@ class AgentSession(RolloutSession):
         if answer is None and (parent is None or not parent.request.trained):
             raise refuse("reward", "the request continues no trained turn. Expected a turn that the reward is for.")
         number = parent.number if answer is None else self._number_of(answer)
-        if number in self._refused_rewards:
-            self._rewards[number].remove(self._refused_rewards.pop(number))
+        if number in self._unheard_rewards:
+            self._rewards[number].remove(self._unheard_rewards.pop(number))
         self._add_reward(number, value)
         return number, value
 

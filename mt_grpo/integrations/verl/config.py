@@ -50,7 +50,10 @@ def tool_of_entry(
     mcp: dict[str, Any] | None = None,
     create_kwargs_from: dict[str, str] | None = None,
 ) -> Any:
-    """The tool of one entry, with its `json_schema`."""
+    """The tool of one entry, with its `json_schema`.
+
+    `create_kwargs_from`, which verl does not have, names columns of the row for arguments of `create`.
+    """
     if mcp is not None:
         raise ValueError("tools of MCP servers have a key of their own. Set mcp_config_file to the servers' file")
     config, cls = config or {}, find_class(class_name, path, TOOLS)
