@@ -53,6 +53,7 @@ from mt_grpo.rollout import Context, Generation, Message, Origin, Reply, Rollout
 # The package comes first: it sets what torch and TRL read when they are imported.
 # isort: split
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ScriptArguments, get_peft_config
 
@@ -842,6 +843,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             input_ids, attention_mask: (M, P + C), as TRL pads them.
             logits_to_keep: C.
         """
+        if self._dist.is_fsdp and isinstance(head := model.get_output_embeddings(), FSDPModule):
+            head.unshard()  # TRL reads its weight and does not call it: each rank would keep its own gradient
         if rows := self.layout.shared_rows(input_ids, attention_mask, logits_to_keep, batch_size, kwargs):
             found = logps_of_rows(model, rows, compute_entropy, self.accelerator)
         else:

@@ -77,7 +77,7 @@ class PolicyWeights(VLLMGeneration):
         return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
     def _server_name(self, name: str) -> str:
-        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        name = name.replace("_orig_mod.", "").removeprefix("base_model.model.").replace(".base_layer", "")
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
 
     def _as_sent(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -155,10 +155,7 @@ def empty_prompts(num_rows: int) -> Dataset:
 
 
 def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
-    """The first `size` lines of a file that hold an object of JSON (None: all), each as its bytes.
-
-    Raises `ValueError` with the line's number for a line that is none.
-    """
+    """The first `size` lines (None: all) of objects of JSON, as bytes. Raises `ValueError` with a line's number."""
     with open(path, "rb") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip(b"\xef\xbb\xbf \t\r\n"))
         for number, line in itertools.islice(lines, size):

@@ -114,6 +114,9 @@ class ResumableTrainer(GRPOTrainer):
         state = self.accelerator.state
         if fsdp := state.fsdp_plugin if self.is_fsdp_enabled else None:
             self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True  # into sharded float32 gradients
+            if is_peft_model(self.model) and (fsdp.activation_checkpointing or not fsdp.reshard_after_forward):
+                # Modules of the one have other names: an adapter is saved empty. Without the other `beta` freezes it.
+                raise ValueError("fsdp_config: a LoRA needs reshard_after_forward and no activation_checkpointing.")
             if fsdp.fsdp_version == 2 and (policy := fsdp.mixed_precision_policy):
                 fsdp.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         if self.is_deepspeed_enabled:
@@ -187,6 +190,8 @@ class ResumableTrainer(GRPOTrainer):
     def save_trained_model(self) -> None:
         """Save the model and `trainer_state.json` into `output_dir`. Collective."""
         self._check_weights()
+        if self.is_fsdp_enabled:  # of shards, which FSDP2 saves by default, `save_model` writes nothing
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.save_model()
         self.save_state()
         self._write_record(self.args.output_dir)

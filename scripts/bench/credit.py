@@ -117,8 +117,6 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
         "failed_tokens": statistics.fmean(lengths) if lengths else None,  # sampled by a held-out rollout that failed
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         "to_threshold": next((t for t, value in zip(tokens, values) if value > THRESHOLD), None),
-        "steps": len(logs),
-        "tokens": tokens[-1],
         "seconds": time.perf_counter() - started,
         "curve": [round(value, 2) for value in resampled(tokens, values, settings["tokens"])],
     }
@@ -226,7 +224,7 @@ def run_all(jobs: list[Job], num_workers: int) -> None:
                 left = (time.perf_counter() - started) / number * (len(jobs) - number)
                 print(
                     f"{number:>3}/{len(jobs)}  {name_of(row):<28} exact match {row['exact_match']:.2f}  "
-                    f"{row['steps']} steps  {row['seconds']:.0f} s  ({left / 60:.0f} min left)",
+                    f"{row['seconds']:.0f} s  ({left / 60:.0f} min left)",
                     flush=True,
                 )
         except BaseException:

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -168,6 +169,22 @@ def check_pushed(launch_sharded, lora, folder):
     assert saved.keys() == first.keys()
     for name, value in saved.items():
         torch.testing.assert_close(first[name], value, rtol=0, atol=1e-6)
+
+
+def test_a_head_that_is_trained_beside_a_lora_by_accelerates_own_settings(tmp_path):
+    """TRL reads the weight of the head, and does not call it. Of shards, accelerate's default, a model is saved, too."""
+    base, folder = ROOT / "hf_recipes/tiny/calculator-model", str(tmp_path / "untied")
+    shutil.copytree(base, folder)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model.lm_head.weight, model.config.tie_word_embeddings = torch.nn.Parameter(model.lm_head.weight.clone()), False
+    model.save_pretrained(folder)
+    keys = {"use_peft": True, "lora_target_modules": ["q_proj", "down_proj"], "lora_modules_to_save": ["lm_head"]}
+    keys |= {"lora_r": 4, "model_name_or_path": folder, "max_steps": 1, "max_tokens_per_pass": 300}
+    launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(tmp_path / "a", "out", **keys))
+    shards = ["--fsdp_state_dict_type", "SHARDED_STATE_DICT", WORKER, "train"]
+    launch(FSDP2, shards, "--config", recipe(tmp_path / "b", "out", **keys))
+    assert steps(tmp_path / "b/out")[1] == pytest.approx(steps(tmp_path / "a/out")[1], rel=1e-5)
+    assert len(load_file(tmp_path / "b/out/adapter_model.safetensors")) > 2
 
 
 PUSH_THAT_FAILS = """

@@ -36,8 +36,8 @@ def test_a_run_is_kept_and_not_run_again(folders, monkeypatch, capsys):
     bench.run_all([job], 1)
     assert "1/1  bifurcation-gigpo-3" in capsys.readouterr().out
     (kept,) = bench.finished()
-    assert kept.items() >= job.items() and re.match("[0-9a-f]{7}", kept["commit"]) and kept["steps"] == 1
-    assert 0 <= kept["exact_match"] < 0.6 and 1 < kept["turns"] <= 6 and kept["tokens"] > 500
+    assert kept.items() >= job.items() and re.match("[0-9a-f]{7}", kept["commit"])
+    assert 0 <= kept["exact_match"] < 0.6 and 1 < kept["turns"] <= 6
     monkeypatch.setattr(bench, "run", None)
     bench.run_all([job], 1)
 

@@ -41,10 +41,7 @@ def pattern_of(tokens: Iterable[str]) -> re.Pattern:
 def token_pattern(
     tokenizer: PreTrainedTokenizerBase, size: int, template: str, ends: frozenset[int] | None = None
 ) -> re.Pattern:
-    """A pattern of the tokens that begin or end a message, and of the ids `ends`; None: of all control tokens.
-
-    `size` and `template` are cache keys: a tokenizer may change.
-    """
+    """A pattern of tokens that begin or end a message, and of `ends`; None: of all. Others are cache keys."""
     if ends is None:
         added = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special or is_control(str(t), template)}
         return pattern_of({"</result>", *added, *tokenizer.all_special_tokens, *message_tokens(tokenizer)})

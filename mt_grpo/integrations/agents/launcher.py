@@ -21,7 +21,11 @@ ROUNDS = 200  # of killing what a command leaves behind
 
 
 def main() -> None:
-    """Run the command, and exit with its exit code."""
+    """Run the command, and exit with its exit code.
+
+    It waits for two things: the end of the pipe, and a signal, which `signal.set_wakeup_fd` turns into a byte. A
+    handler alone would not do, since a signal may come before the wait begins.
+    """
     pipe, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a daemon of the command becomes a child of this process
     os.set_inheritable(pipe, False)

@@ -17,7 +17,10 @@ from mt_grpo.integrations.mcp.servers import LOOP, McpServer, McpToolError, read
 
 
 def load_mcp_tools(path: str) -> list[Callable]:
-    """The tools of the servers of a JSON file, which all start at the same time. Raises `ValueError`."""
+    """The tools of the servers of a JSON file, which all start at the same time. Raises `ValueError`.
+
+    A server's entry may choose among its tools by a list `tools`. Servers end with the process.
+    """
     key = "mcp_config_file"
 
     async def start(name: str, entry: dict[str, Any]) -> tuple[McpServer, list[Any]]:

@@ -120,7 +120,12 @@ def earlier_one(samples: list[Sample], first: Sample, ids: list[int], ends: froz
 
 
 def fill(rollout: Rollout, session: SchedulerSession) -> None:
-    """Write the responses into a rollout as its turns, in the order of their requests."""
+    """Write the responses into a rollout as its turns, in the order of their requests.
+
+    The results of a turn are the messages of role `tool` that the scheduler appended behind it, as texts. Rewards of
+    turns read them, and metrics count them; what the model read are the messages. A scheduler that writes results as
+    a user's message, or into the response, gives none.
+    """
     fill_turns(rollout, session.samples)
     for sample in session.samples:
         if sample.fresh is not None:

@@ -45,6 +45,7 @@ class AgentData:
         if self.rollout is None:
             return []
         pairs = [pair for turn in self.rollout.turns for pair in zip(turn.messages, turn.results)]
+        # By identity: two messages may be equal, and `history` holds those of the turns themselves.
         texts = {id(said): result.text for said, result in pairs if said["role"] == "user"}
         named = ({"role": "tool", "content": texts[id(m)]} if id(m) in texts else m for m in self.rollout.history)
         return readable_messages(list(named))
