@@ -637,7 +637,7 @@ def turn_advantages(
         **settings,
     )
     advantages = CREDIT_ASSIGNMENTS[credit_assignment](rewards, coef, discount)
-    return torch.where(missing, 0.0, advantages)
+    return torch.where(missing, 0.0, advantages[:, :])  # of shape (N,) it would become (N, N)
 
 
 def token_advantages(advantages: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,8 @@ def evaluate(
     finally:
         env.close(rollouts)
 
-    exact = next((scores[name] for name in functions.outcome_names if "exact_match" in name), None)
+    main = next((name for name in functions.outcome_names if "exact_match" in name), functions.main_outcome)
+    exact = scores.get(main)
     found = next((scores[name] for name in functions.turn_names if any(n in name for n in RESULT_FOUND)), None)
     if found:  # who read no result found nothing, unless the row has no answer
         read = [rollout.failed or any(turn.results for turn in rollout.turns) for rollout in rollouts]
@@ -373,8 +374,10 @@ def table(result: dict[str, Any]) -> str:
     lines += [f"weights   {result['weights']}"] if result.get("weights") else []
     lines += [f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s"]
     lines += [f"sampling  {sampled}{seeded}", ""]
-    rows = [("exact match (pass@1)", result["exact_match"])]
-    rows += [(f"exact match (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
+    named = any("exact_match" in name for name in result["rewards"]["outcome"])
+    label = "exact match" if named else "main outcome above 0"
+    rows = [(f"{label} (pass@1)", result["exact_match"])]
+    rows += [(f"{label} (pass@{result['k']})", result["pass_at_k"])] if result["k"] > 1 else []
     rows += [("tool executed", result["tool_executed"]), ("right result found", result["result_found"])]
     rows = [(label, value) for label, value in rows if value is not None]  # what this task has
     rows += [("failed, in no reward", result["failed"])] if result["failed"] else []

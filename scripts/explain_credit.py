@@ -239,9 +239,7 @@ def render_html(group: GroupCredit) -> str:
     data = {
         "served": False, "only": True, "start": "group/0/0", "title": group.question,
         "about": group.settings, "notes": group.notes, "runs": [run],
-        "rollouts": [
-            {**table_line(row), "id": k, "attempt": 0, "row": row, "run": 0} for k, row in enumerate(group.rows)
-        ],
+        "rollouts": [{**table_line(r), "id": k, "attempt": 0, "row": r, "run": 0} for k, r in enumerate(group.rows)],
     }  # fmt: skip
     return view_rollouts.page(data, f"Credit of {len(group.rows)} rollouts")
 

@@ -70,8 +70,10 @@ def one_file() -> str:
     folders = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
     parents = dict.fromkeys(parent for folder in folders for parent in (folder.partition(".")[0], folder))
     aliases = ", ".join(f'"{name}"' for name in ("mt_grpo", *(f"mt_grpo.{name}" for name in (*parents, *names))))
+    first = (ROOT / "mt_grpo/__init__.py").read_text()
     text = [
-        f'"""{docstring}"""\n\nfrom __future__ import annotations\n',
+        f'"""{docstring}"""\n\nfrom __future__ import annotations\n\nimport os\nimport warnings\n',
+        first[first.index("# INVARIANT") : first.index("_MODULES")],
         "\n".join(lines),
         "\nlogger = logging.getLogger(__name__)\n",
         "# A plug-in that imports the package finds this file: its classes exist once.",

@@ -257,7 +257,9 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
         elif of_env == own and key != "tool_format":  # its system prompt is made
             setattr(env, key, value)
         elif value != of_env:
-            raise ValueError(f"{key}: {value} in the configuration, and {of_env} in the environment. Give it to one.")
+            raise ValueError(
+                f"{key}: {value} in the configuration, and {of_env} in the environment. Give both the same."
+            )
     if env.environments is not None:
         env.environments.timeout = env.environment_timeout
 

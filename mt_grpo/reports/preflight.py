@@ -247,7 +247,7 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
         "prompt/ends_with_assistant": share(
             of_all_ranks(lambda r: bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant")),
         "num_rollouts": len(places), "frequent/failure": failure and f": {failure}",
-        "groups/identical": share(all(ids == group[0] for ids in group) for group in groups.values()),
+        "groups/identical": share(all(ids == group[0] for ids in group) for group in groups.values() if any(group)),
         "calls/malformed": share(error == "call" for error in complete), "calls/failed": share(complete),
         "frequent/call_error": most_frequent(text for _, error, text, _ in calls if error == "call"),
         "tools/broken": broken.get(worst), "tools/all_broken": min(broken.values(), default=0),

@@ -119,10 +119,7 @@ def loading(checkpoint: str | None) -> Iterator[None]:
 
 
 def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
-    """Load weights that `Trainer` did not find by name in a checkpoint, such as experts: it would keep the base's.
-
-    Raises `CheckpointError` if weights are missing.
-    """
+    """Load weights that `Trainer` did not find by name, such as experts. `CheckpointError` if any is missing."""
     state = model.state_dict()
     loaded = {tensor.data_ptr() for name, tensor in state.items() if name not in missing}
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()

@@ -103,6 +103,7 @@ class ResumableTrainer(GRPOTrainer):
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         callbacks = [self._weight_counter, *(callbacks or [])]
         super().__init__(model, *args, peft_config=peft_config, callbacks=callbacks, **kwargs)
+        self.reward_func_names = self.reward_functions.names  # TRL's own may be equal, and mix their metrics
         self.add_callback(self.in_flight)
         if config.save_on_each_node:  # transformers 5.17 writes weights on rank 0 only
             self.model.should_save_on_this_rank = lambda is_main_process: is_main_process

@@ -195,12 +195,10 @@ def test_it_stops_at_a_text_behind_an_image_too(client):
 
 
 @pytest.mark.contract_server("images in rows", "images in results")
-@pytest.mark.parametrize(
-    "changes", [{}, {"max_staleness": 1, "old_logps": "sampled", "num_iterations": 2, "beta": 0.1}]
-)
-def test_a_run_trains_what_the_server_sampled(client, server, folder, tmp_path, changes):
+@pytest.mark.parametrize("keys", [{}, {"max_staleness": 1, "old_logps": "sampled", "num_iterations": 2, "beta": 0.1}])
+def test_a_run_trains_what_the_server_sampled(client, server, folder, tmp_path, keys):
     """Images of rows and of a tool, several turns, and a push before each step."""
-    trainer = make_served_run(folder, tmp_path, server.port, **changes)
+    trainer = make_served_run(folder, tmp_path, server.port, **keys)
     tower = {n: p.clone() for n, p in trainer.model.named_parameters() if "visual" in n}
     kept = []
     score = trainer._score
@@ -208,7 +206,7 @@ def test_a_run_trains_what_the_server_sampled(client, server, folder, tmp_path, 
     trainer.train()
     logs = [log for log in trainer.state.log_history if "sync/logprob_difference" in log]
     assert logs and all(log["sync/logprob_difference"] < 1e-5 for log in logs)
-    if not changes:
+    if not keys:
         differences = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history[:-1]]
         assert len(differences) == 3 and max(differences) < 1e-4
     assert max((p - tower[n]).abs().max().item() for n, p in trainer.model.named_parameters() if n in tower) > 5e-3

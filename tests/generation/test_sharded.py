@@ -172,7 +172,7 @@ def check_pushed(launch_sharded, lora, folder):
 
 
 def test_a_head_that_is_trained_beside_a_lora_by_accelerates_own_settings(tmp_path):
-    """TRL reads the weight of the head, and does not call it. Of shards, accelerate's default, a model is saved, too."""
+    """TRL reads the weight of the head, and does not call it. Of shards, accelerate's default, a model is saved."""
     base, folder = ROOT / "hf_recipes/tiny/calculator-model", str(tmp_path / "untied")
     shutil.copytree(base, folder)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

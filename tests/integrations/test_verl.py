@@ -493,9 +493,7 @@ def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
 
 def test_a_create_that_is_abandoned_is_released(tmp_path):
     counter(tmp_path, NEW)
-    rewrite(
-        tmp_path, "        return instance_id, ToolResponse()", "        import asyncio; await asyncio.sleep(3600)"
-    )
+    rewrite(tmp_path, "        return instance_id, ToolResponse()", "        import asyncio; await asyncio.sleep(600)")
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))(environment_timeout=0.5)
     (rollout,) = converse(env, [[ANSWER]], [{}])
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR

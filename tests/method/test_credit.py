@@ -63,6 +63,12 @@ def assert_rows(advantages: torch.Tensor, expected: list[list[float]]) -> None:
         assert advantages[i, : len(row)].tolist() == pytest.approx(row, abs=2e-6), f"rollout {i}"
 
 
+def test_an_estimator_of_one_number_per_rollout_is_refused(monkeypatch):
+    monkeypatch.setitem(CREDIT_ASSIGNMENTS, "mine", lambda rewards, coef, discount: rewards.outcome)  # (N,)
+    with pytest.raises(IndexError):
+        turn_advantages(table([1, 0], [[True, False]] * 2), "mine", 2, 1.0, "none")
+
+
 @pytest.mark.contract("scale_rewards")
 def test_norm_by_the_mean():
     """MaxRL: (r - mean) / mean. 1 of 4 is right: 0.75 / 0.25 and -0.25 / 0.25."""
