@@ -785,7 +785,7 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
         f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --mixed_precision bf16 "
         "--main_process_port 0 mt_grpo_trainer.py --config r --dtype float32"
     )
-    devices, seconds = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
+    devices, seconds = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
     assert environment == {**devices, **train.package_path(), **seconds}
     assert "training with 2 process(es) on GPU 0,1, by hf_recipes/accelerate/ddp.yaml" in capsys.readouterr().out
     command, _ = train.trainer_command("py", GPU_PLAN | {"deepspeed": True}, [])
