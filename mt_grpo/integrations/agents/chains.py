@@ -266,7 +266,8 @@ class Chains:
                 lacks = not turn.went_on or bool(ids) and not turn.results
                 if each.number < number and each.received and lacks and each.is_told_in(further, keys[start:]):
                     turn.went_on = True
-                    take_results(turn, ids, [said for said in further if said.get("tool_call_id") in ids])
+                    if not turn.results:
+                        take_results(turn, ids, [said for said in further if said.get("tool_call_id") in ids])
 
 
 def first_of_record(each: Completion) -> tuple[bool, int]:

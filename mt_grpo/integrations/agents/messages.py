@@ -220,7 +220,9 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
     tools_read = []
     for tool in expect(tools or [], list, "tools"):
         if expect(tool, dict, "tools").get("type") != "function":
-            raise refuse("tools", f"got type {tool.get('type')!r:.99}, expected 'function': the agent runs its tools.")
+            raise refuse(
+                "tools", f"got type {tool.get('type')!r:.100}, expected 'function': the agent runs its tools."
+            )
         if "function" not in tool:
             tool = {"type": "function", "function": {key: v for key, v in tool.items() if key != "type"}}
         expect(expect(tool["function"], dict, "tools").get("name"), str, "tools")
@@ -239,7 +241,9 @@ def read_tool_choice(choice: Any) -> bool:
     """Whether the policy may call tools. It is never forced to, since that would not be its own sample."""
     name = choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice").get("type")
     if name not in (None, "auto", "none"):
-        tell_once(f"An agent sent tool_choice={name!r:.100}. It is accepted and has no effect: the policy chooses.")
+        tell_once(
+            f"An agent sent tool_choice={name!r:.100}. It is accepted and has no effect: the policy chooses its calls."
+        )
     return name != "none"
 
 

@@ -52,7 +52,7 @@ def functions_of(tool: Any, space: str | None = None) -> Iterator[dict[str, Any]
     elif kind == "custom" and space is None:
         if (tool.get("format") or {}).get("type", "text") != "text":
             raise refuse(
-                "tools", f"the tool {tool.get('name')!r:.99} has a grammar, which the policy does not follow."
+                "tools", f"the tool {tool.get('name')!r:.100} has a grammar, which the policy does not follow."
             )
         shown = {"type": "string", "description": "The freeform text payload for this tool."}
         schema = {"type": "object", "properties": {INPUT: shown}, "required": [INPUT], "additionalProperties": False}

@@ -63,9 +63,7 @@ class AgentSession(RolloutSession):
         self._clock = itertools.count()
         self._last: Asked | None = None  # of those that are trained, the one that a client got last
         self._rewards: dict[int, list[float]] = {}  # by number of the answer
-        self._unheard_rewards: dict[
-            int, float
-        ] = {}  # of requests whose client got no answer and may ask again, likewise
+        self._unheard_rewards: dict[int, float] = {}  # of requests that got no answer and may come again, likewise
 
     # -- requests --
 
