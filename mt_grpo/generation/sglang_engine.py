@@ -136,7 +136,9 @@ class SGLang(VLLM):
     def settings(self, server: Any) -> dict[str, Any]:
         info = server.server_info()
         if draft := info.get("speculative_draft_model_path"):
-            raise ServerError(f"{server.base_url} has a draft model ({draft}), which would get the policy's weights.")
+            raise ServerError(
+                f"{server.base_url} was started with a draft model ({draft}), which would get the policy's weights."
+            )
         keys = "model_path", "tokenizer_path", "dtype", "quantization"
         return {**{key: info.get(key) for key in keys}, "max_model_len": server.model_card["max_model_len"]}
 
