@@ -81,11 +81,7 @@ def train_outputs(session: SchedulerSession, outputs: list[RolloutOutput], are_s
 
 
 def leave_out_empty(output: RolloutOutput) -> None:
-    """Remove an empty response after the end from its output, unless it is the only one.
-
-    `infer_engine` gives such a response where there is no room for another one, and a scheduler of ms-swift goes on
-    with it as with any other.
-    """
+    """Remove an empty response after the end from its output, unless it is the only one."""
     for lists in (output.response_token_ids, output.response_loss_mask):
         if lists and not lists[-1]:
             lists.pop()
