@@ -848,11 +848,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if rows := self.layout.shared_rows(input_ids, attention_mask, logits_to_keep, batch_size, kwargs):
             found = logps_of_rows(model, rows, compute_entropy, self.accelerator)
         else:
-            input_ids, features = inputs_of_rows(input_ids)
-            kwargs = {**kwargs, **features}
-            found = super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
-            )
+            of_part, parts = super()._get_per_token_logps_and_entropies, []
+            for each in zip(*(of.split(batch_size or len(of)) for of in (input_ids, attention_mask))):
+                ids, own = inputs_of_rows(each[0])  # a part of the rows has its own images, or none
+                parts.append(of_part(model, ids, each[1], logits_to_keep, None, compute_entropy, **{**kwargs, **own}))
+            found = [of[0] if len(of) == 1 or of[0] is None else torch.cat(of) for of in zip(*parts)]
         self.layout.note_logps(found)  # sets the old logprobs and the ratio, which TRL reads after this call
         return found
 

@@ -279,7 +279,10 @@ class ServerConnection:
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them."""
+        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them.
+
+        Raises `ValueError` for one with an image.
+        """
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
         if self.tokenizer is None:

@@ -161,10 +161,15 @@ def with_places(
 
 
 def placed(messages: list[Message], pictures: list[Picture], where: str) -> list[Message]:
-    """Put the images of a row's columns into messages, at each `PLACE`, or before a user's first text, as in TRL."""
-    places = sum(message["content"].count(PLACE) for message in messages)
+    """Put the images of a row's columns into messages.
+
+    At each `PLACE`; without one at each `<image>`, as verl; without either before a user's first text, as TRL.
+    """
+    texts = [message["content"] for message in messages]
+    place = PLACE if not pictures or any(PLACE in text for text in texts) else "<image>"
+    places = sum(text.count(place) for text in texts)
     if places not in (0, len(pictures)):
-        words = f"{places} places for them, parts {{'type': 'image'}} without an image. Expected one place per image."
+        words = f"{places} places for them, `<image>` or parts of this type without an image. Expected one per image."
         raise ValueError(f"{where}: the row's columns have {len(pictures)} images, and the prompt has {words}")
     if not pictures:
         return messages
@@ -172,9 +177,8 @@ def placed(messages: list[Message], pictures: list[Picture], where: str) -> list
     if not places and first is None:
         words = "no message of a user to put them into. Add one, or a part {'type': 'image'} to another message."
         raise ValueError(f"{where}: got {len(pictures)} images, and {words}")
-    texts = [message["content"] for message in messages]
     if not places:
-        texts[first] = len(pictures) * PLACE + texts[first]
+        texts[first] = len(pictures) * place + texts[first]
     following = map(mark_of, pictures)
-    texts = [re.sub(PLACE, lambda _: next(following), text) for text in texts]
+    texts = [re.sub(place, lambda _: next(following), text) for text in texts]
     return [{**message, "content": text} for message, text in zip(messages, texts)]

@@ -28,9 +28,9 @@ class PictureReader:
     `unsampled` are the ids for images, videos and sounds, which a policy must not write.
     """
 
-    def __init__(self, name: str, config: Any, tokenizer: Any, revision: str | None = None):
+    def __init__(self, name: str, config: Any, tokenizer: Any, revision: str | None = None, own: Any = None):
         backend = "torchvision" if is_torchvision_available() else "pil"  # they differ where they resize
-        self.processor = AutoImageProcessor.from_pretrained(name, backend=backend, revision=revision or "main")
+        self.processor = own or AutoImageProcessor.from_pretrained(name, backend=backend, revision=revision or "main")
         self.placeholder = config.image_token_id
         ids = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
         self.unsampled = [token for token in ids if token is not None]
@@ -133,12 +133,12 @@ class PictureTokens:
         if not isinstance(text, str) or self.pictures is None:
             return super().__call__(text, *args, **kwargs)
         encoded = super().__call__(marks_replaced(text, self.pictures.written), *args, **kwargs)
-        if not (shown := pictures_of(text)):
-            return encoded
-        placeholder = self.pictures.placeholder
+        shown, placeholder = pictures_of(text), self.pictures.placeholder
         if encoded["input_ids"].count(placeholder) > len(shown):
             token = self.pictures.token
             raise ValueError(f"A text contains the image placeholder {token!r} without an image. Remove it.")
+        if not shown:
+            return encoded
         runs = [shown.pop(0).ids if token == placeholder else [token] for token in encoded["input_ids"]]
         for key, values in encoded.items():
             encoded[key] = [value for value, run in zip(values, runs) for _ in run]

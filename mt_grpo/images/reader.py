@@ -12,8 +12,11 @@ from mt_grpo.rollout import Message, Rollout, ToolResult
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # `positions_of` supports their positions
 
 
-def image_reader(name: str, config: Any, tokenizer: Any, revision: str | None = None) -> Any:
-    """Create the `PictureReader` of a model, or return why there is none: the model is then text-only."""
+def image_reader(name: str, config: Any, tokenizer: Any, revision: str | None = None, own: Any = None) -> Any:
+    """Create the `PictureReader` of a model, or return why there is none: the model is then text-only.
+
+    `own` is a processor of images that is used in place of the model's.
+    """
     if getattr(config, "image_token_id", None) is None or config is config.get_text_config():
         return "it is a text-only model"
     if config.model_type not in FAMILIES:
@@ -21,7 +24,7 @@ def image_reader(name: str, config: Any, tokenizer: Any, revision: str | None = 
     try:
         from mt_grpo.images.processor import PictureReader
 
-        return PictureReader(name, config, tokenizer, revision)
+        return PictureReader(name, config, tokenizer, revision, own)
     except ImportError:
         return "a package is missing. Run `pip install -e '.[vision]'`"
     except Exception as error:  # of its processor or chat template: a model of text may have no use for them

@@ -321,7 +321,7 @@ def prepare_env(
     train, test = prepare_data(env, args, train, test)
     check_groups(rewards.functions, args, train)
     name = model if isinstance(model, str) else model.config._name_or_path
-    # A processor holds the tokenizer, and what reads images, which is read anew.
+    of_images = getattr(tokenizer, "image_processor", None)  # with its settings, such as max_pixels
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     share_limits(args, env)
@@ -332,7 +332,7 @@ def prepare_env(
     revision = (args.model_init_kwargs or {}).get("revision")
     how = {"revision": revision or "main", "trust_remote_code": args.trust_remote_code}
     model_config = AutoConfig.from_pretrained(name, **how) if isinstance(model, str) else model.config
-    reader = why_text(args) or image_reader(name, model_config, env.tokenizer, revision)
+    reader = why_text(args) or image_reader(name, model_config, env.tokenizer, revision, of_images)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
     if not isinstance(reader, str):

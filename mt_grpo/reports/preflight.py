@@ -85,9 +85,6 @@ READINGS = (
     Reading("failures", lambda f: f["rollouts/failed"] >= 0.2,
         "In {rollouts/failed:.0%} of the rollouts{since} the environment or the agent failed{frequent/failure}. Fix "
         "the environment or the agent, or raise environment_timeout.", lambda f: f["rollouts/failed"] >= 0.95),
-    Reading("identical rollouts", lambda f: f["groups/identical"] >= 0.5,  # by chance: one group of 128
-        "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}. Set "
-        "temperature: 1.0, look whether top_k, top_p or min_p leave one choice.", lambda f: f[NO_SIGNAL] >= 1),
     Reading("cut sampling", lambda f: bool(f.get("sampling/cuts")),
         "{sampling/cuts}: rollouts are sampled from another distribution than the policy's, which biases the gradient "
         "(mean importance ratio of a token: {sampling/token_ratio_mean:.3f}; nan without a correction). Remove it."),
@@ -210,10 +207,10 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
     args, functions = trainer.args, trainer.reward_functions
     last = {name: values[-len(batches) :] for name, values in trainer._metrics["train"].items() if values}
     metrics = {name: mean(list(filter(is_shown, values)) or values) for name, values in last.items()}
-    rollouts = [(number, rollout) for number, batch in enumerate(batches) for rollout in batch.rollouts]
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
 
     def of_all_ranks(fact: Callable[[Rollout], Any]) -> list:  # of plain values, which every rank can send
-        return gather_object([fact(rollout) for _, rollout in rollouts])
+        return gather_object(list(map(fact, rollouts)))
 
     def cut_by_turn(r: Rollout) -> bool:  # at max_turn_tokens: the completion had room left
         cut = [t for t in r.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
@@ -223,10 +220,7 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
         calls = [(turn, call, result) for turn in r.turns for call, result in zip(turn.calls, turn.results)]
         return [(str(call.name), res.error, res.error and res.text[:500], t.finish_reason) for t, call, res in calls]
 
-    groups, tools = defaultdict(list), defaultdict(list)  # of ids; of errors of the calls that reach a tool
-    places = gather_object([(number, rollout.index // args.num_generations) for number, rollout in rollouts])
-    for place, ids in zip(places, of_all_ranks(lambda r: [turn.token_ids for turn in r.turns])):
-        groups[place].append(ids)
+    called, tools = of_all_ranks(lambda r: any(turn.calls for turn in r.turns)), defaultdict(list)
     calls = join(of_all_ranks(calls_of))
     for name, error, text, _ in calls:
         tools[name] += [] if error == "call" else [error and text]
@@ -242,18 +236,17 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
     return {
         **metrics, **trainer.layout.metrics.depth.metrics(trainer.accelerator),
         "rollouts/ended": sum(metrics.get(f"stop/{reason}", math.nan) for reason in COMPLETE),
-        "rollouts/called": share(of_all_ranks(lambda r: any(turn.calls for turn in r.turns))),
+        "rollouts/called": share(called),
         "cut/by_turn": share(of_all_ranks(cut_by_turn)),
         "prompt/ends_with_assistant": share(
             of_all_ranks(lambda r: bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant")),
-        "num_rollouts": len(places), "frequent/failure": failure and f": {failure}",
-        "groups/identical": share(all(ids == group[0] for ids in group) for group in groups.values() if any(group)),
+        "num_rollouts": len(called), "frequent/failure": failure and f": {failure}",
         "calls/malformed": share(error == "call" for error in complete), "calls/failed": share(complete),
         "frequent/call_error": most_frequent(text for _, error, text, _ in calls if error == "call"),
         "tools/broken": broken.get(worst), "tools/all_broken": min(broken.values(), default=0),
         "tools/broken_name": worst, "frequent/tool_error": most_frequent(tools[worst]),
         "outcome/name": outcome, "outcome/mean": given.get(outcome),
-        "outcome/scored": round(len(places) * metrics.get(f"rewards/{outcome}/frac_scored", 0.0)),
+        "outcome/scored": round(len(called) * metrics.get(f"rewards/{outcome}/frac_scored", 0.0)),
         "outcome/constant": outcome in given and outcome not in varied,
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "no weight is above 0",
         "rewards/silent": ", ".join(

@@ -65,6 +65,8 @@ def test_an_image_that_a_scheduler_adds_goes_on_in_the_record(folder, tokenizer)
     assert llm.asked[1][0] == expected_ids(folder, BEGIN + then, [one, crop])
     assert len(rollout.records) == 1 and pictures_in(rollout.completion_ids) == [crop]
     assert rollout.loss_mask.count(1) == sum(len(ids) for _, ids in llm.asked)
+    rollout, _ = run(lambda r: zooms(r) and r.messages[-1].update(role="tool"), tokenizer, "four", "six")
+    assert [result.pictures for result in rollout.turns[0].results] == [(crop,)]
 
 
 @pytest.mark.contract("media in rollout_infos")

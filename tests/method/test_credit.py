@@ -349,8 +349,7 @@ def test_gigpo_gives_credit_from_an_outcome_alone():
 def test_progress_by_hand():
     """Over the tokens of a rollout the shift sums to zero, whatever the scores."""
     # Scores 0.2 None 0.8 0.5. Turn 2 makes 0.6: turns 0 to 2 get 0.25, 0.5, 1 over 1.75 of it. Turn 3 makes -0.3:
-    # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16; their mean over 10, 20, 10 and 10
-    # tokens is 0.086286.
+    # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16, by 10, 20, 10, 10 tokens 0.086286.
     rewards = table([0, 0], [[1, 1, 1, 0], [1, 0, 0, 0]], turn=[[0.2, None, 0.8, 0.5], [0.7, None, None, None]])
     rewards.num_tokens = torch.tensor([[10, 20, 10, 10], [5, 5, 5, 5]])
     expected = [[-0.020571, 0.045143, 0.176571, -0.246286], [0.0] * 4]
@@ -459,8 +458,7 @@ def test_mean_zero_in_every_group(scale):
     for name in ("outcome", "merged"):
         advantages = turn_advantages(rewards, name, 6, 1.0, scale)
         torch.testing.assert_close(advantages.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
-    # mt_grpo: the turn's own term sums to zero over the rollouts that have a number at that turn, where all of them
-    # observed something.
+    # mt_grpo: the turn's own term sums to zero over rollouts with a number at that turn, where all observed something.
     calling = torch.cat([torch.ones(30, 1, dtype=torch.bool), rewards.has_observation[:, 1:]], 1)
     with_turns = replace(rewards, rollout_turn=torch.full((30,), NAN), has_observation=calling)
     own = turn_advantages(with_turns, "mt_grpo", 6, 1.0, scale) - turn_advantages(rewards, "outcome", 6, 1.0, scale)

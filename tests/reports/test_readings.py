@@ -11,7 +11,6 @@ WELL = {
     "num_rollouts": 64, "prompt/lacks_all_tools": False, "has_tools": True,
     "learning_rate": 1e-6, "optim": "adamw_torch", "weights/stuck": 0.0, "temperature": 1.0,
     "stop/environment_error": 0.0, "stop/agent_error": 0.0, "stop/agent_timeout": 0.0, "frequent/failure": "",
-    "groups/identical": 0.0,
     "credit/frac_groups_without_signal": 0.5, "tools/broken": 0.0, "tools/broken_name": "", "frequent/tool_error": "",
     "tools/all_broken": 0.0, "cut/by_turn": 0.0, "max_turn_tokens": 48, "completions/clipped_ratio": 0.0,
     "max_completion_length": 96, "max_tool_response_tokens": 48, "stop/context_length": 0.0, "calls/malformed": 0.0,
@@ -24,8 +23,7 @@ WELL = {
 }  # fmt: skip
 FIRST_TURNS, LAST_TURNS = (f"sampling/logp_difference_{which}_turns" for which in ("first", "last"))
 NO_SIGNAL = {"credit/frac_groups_without_signal": 1.0}
-# The name of a reading, facts in which it just does not speak, in which it just does, and in which it is pointless to
-# train (None: never).
+# The name of a reading, facts in which it just does not speak, just does, and finds training pointless (None: never).
 TABLE = [
     ("system prompt", {}, {"prompt/lacks_system": True, "has_tools": False}, {"prompt/lacks_system": True}),
     ("tools", {}, {"prompt/num_lacking": 1, "prompt/lacks_all_tools": True, "rollouts/called": 0.02},
@@ -40,8 +38,6 @@ TABLE = [
     ("failures", {"stop/environment_error": 0.19}, {"stop/environment_error": 0.2}, {"stop/environment_error": 0.95}),
     ("failures", {"stop/agent_error": 0.1, "stop/environment_error": 0.09},
      {"stop/agent_error": 0.11, "stop/environment_error": 0.09}, {"stop/agent_error": 0.95}),
-    ("identical rollouts", {"groups/identical": 0.49}, {"groups/identical": 0.5},
-     {"groups/identical": 0.5, **NO_SIGNAL, "rewards/num_varied_and_used": 0}),
     ("failing tools", {"tools/broken": 0.49}, {"tools/broken": 0.5, "tools/all_broken": 0.97},
      {"tools/broken": 0.5, "tools/all_broken": 0.98}),
     ("cut off by max_turn_tokens", {"cut/by_turn": 0.49}, {"cut/by_turn": 0.5}, {"cut/by_turn": 0.95}),

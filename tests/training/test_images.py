@@ -39,7 +39,7 @@ from mt_grpo.images.pictures import (
     with_pictures,
     with_placeholders,
 )
-from mt_grpo.images.reader import inputs_of_rows, read_row
+from mt_grpo.images.reader import image_reader, inputs_of_rows, read_row
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.rollout import Rollout
 from mt_grpo.training.batch import FURTHER_RECORDS
@@ -134,6 +134,8 @@ def test_another_reader_reads_another_picture(folder, tmp_path):
     other, image = vision_model.reading(tmp_path).pictures, vision_model.picture(3, (112, 112))
     found = one.read(image, ""), other.read(image, "")
     assert [each.num_tokens for each in found] == [16, 4] and found[0].id != found[1].id
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), vision_model.AutoConfig.from_pretrained(folder)
+    assert image_reader(str(folder), config, tokenizer, own=other.processor).read(image, "") is found[1]
     settings["size"] = {"shortest_edge": 44 * 44, "longest_edge": 44 * 44}  # no size of it is stable
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="number of pixels are too close"):
@@ -155,7 +157,7 @@ def test_what_is_no_picture(value, message, tokenizer):
 
 @pytest.mark.contract("images in rows")
 def test_the_places_of_a_rows_images(tokenizer):
-    """Parts take them in order; without one they stand before the first text of a user, as TRL has it."""
+    """Parts take them in order, or verl's tags; without one they stand before the first text of a user, as in TRL."""
     images = [vision_model.picture(k) for k in range(3)]
     names = [tokenizer.pictures.read(image, "").name for image in images]
     place, own = {"type": "image"}, {"type": "image", "image": images[2]}
@@ -174,8 +176,10 @@ def test_the_places_of_a_rows_images(tokenizer):
     plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "user", "content": "r"}]
     assert shown(plain, image=images[0], images=images[1:]) == "s|<0><1><2>q|r"
     assert shown(plain, images=[]) == "s|q|r"
+    assert shown([user("a<image>b"), user("<image>")], images=images[:2]) == "a<0>b|<1>"
     for prompt, row, message in (
         ([user("a", place, place)], {"image": images[0]}, "row 0: .* have 1 images, and the prompt has 2 places"),
+        ([user("<image><image>")], {"image": images[0]}, "row 0: .* have 1 images, and the prompt has 2 places"),
         (plain[:1], {"image": images[0]}, "row 0: got 1 images, and no message of a user to put them into"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -246,8 +250,9 @@ def test_texts_around_pictures(tokenizer):
     (rollout,) = env.start([row["prompt"] for row in rows], rows=rows)
     assert not set(rollout.prompt_ids) & set(tokenizer.pictures.unsampled)
     picture = tokenizer.pictures.read(vision_model.picture(6), "")
-    with pytest.raises(ValueError, match="'<|image_pad|>' without an image"):
-        tokenizer(f"<|image_pad|> {mark_of(picture)}")
+    for text in (f"<|image_pad|> {mark_of(picture)}", "<|image_pad|>"):
+        with pytest.raises(ValueError, match=r"'<\|image_pad\|>' without an image"):
+            tokenizer(text)
 
 
 def random_examples(rng, shown, pad):
@@ -315,7 +320,7 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
 @pytest.mark.contract("images in rows", "images in results")
 @pytest.mark.parametrize("changes", [
     {}, {"num_iterations": 2, "max_steps": 4},
-    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "beta": 0.1},
+    {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1, "beta": 0.1},  # TRL takes row by row
 ], ids=str)  # fmt: skip
 def test_a_step_with_images_of_rows_and_tools_is_trls(folder, tmp_path, changes):
     """The first step's gradients with shared prompts against those of TRL's own rows, which get pixels as TRL does."""

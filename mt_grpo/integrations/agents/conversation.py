@@ -89,7 +89,7 @@ class AgentConversation:
         """The prompt as text, which stands for the agent's requests: an image is `<image>`, and none is read."""
 
         def text(content: Any) -> str:
-            return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+            return content if isinstance(content, str) else "".join(part.get("text") or "<image>" for part in content)
 
         return [{**message, "content": text(message["content"])} for message in prompt], []
 

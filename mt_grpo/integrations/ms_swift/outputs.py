@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mt_grpo.base.errors import error_line
+from mt_grpo.images.messages import pictures_of
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.loss import LossMask
 from mt_grpo.integrations.ms_swift.messages import answer, with_tags
@@ -122,9 +123,9 @@ def earlier_one(samples: list[Sample], first: Sample, ids: list[int], ends: froz
 def fill(rollout: Rollout, session: SchedulerSession) -> None:
     """Write the responses into a rollout as its turns, in the order of their requests.
 
-    The results of a turn are the messages of role `tool` that the scheduler appended behind it, as texts. Rewards of
-    turns read them, and metrics count them; what the model read are the messages. A scheduler that writes results as
-    a user's message, or into the response, gives none.
+    The results of a turn are the messages of role `tool` that the scheduler appended behind it, as texts and
+    their images. Rewards of turns read them, and metrics count them; what the model read are the messages. A scheduler
+    that writes results as a user's message, or into the response, gives none.
     """
     fill_turns(rollout, session.samples)
     for sample in session.samples:
@@ -135,7 +136,8 @@ def fill(rollout: Rollout, session: SchedulerSession) -> None:
             if later.fresh is None and not later.start:  # after an edit, too, a turn got what the next one reads last
                 earlier.turn.messages = earlier.turn.messages or later.messages[-1:]
     for turn in rollout.turns:
-        turn.results = [ToolResult(message["content"]) for message in turn.messages if message["role"] == "tool"]
+        results = [message["content"] for message in turn.messages if message["role"] == "tool"]
+        turn.results = [ToolResult(text, pictures=tuple(pictures_of(text))) for text in results]
 
 
 def conversation_of(output: Any, session: SchedulerSession) -> list[Message]:
