@@ -795,7 +795,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             prompt_ids,
             completion_ids,
             loss_masks,  # TRL's `tool_mask`: ids of observations have 0, are attended to, and are not in its loss
-            [readable_messages(rollout.messages) for rollout in batch.rollouts],
+            [[{k: m[k] for k in ("role", "content")} for m in readable_messages(r.messages)] for r in batch.rollouts],
             logprobs,
             {}, None, [],  # columns for rewards, images, images of tools
         )  # fmt: skip

@@ -60,7 +60,7 @@ from mt_grpo.training.policy_scores import asked_of, scores_of_model, scores_of_
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
-RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names of rewards for a tool's right result
+RESULT_FOUND = ("result_found", "in_search_results", "right_corner", "answer_printed")  # of a right tool result
 
 # -- Backends --
 
@@ -180,7 +180,7 @@ def evaluate(
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, **how)
     path = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(path, **how) if served else model.config
-    with_pictures(tokenizer, image_reader(source, config, tokenizer))
+    with_pictures(tokenizer, image_reader(source, config, tokenizer, how["revision"]))
     if served:
         model.tokenizer, model.vocab_size = tokenizer, getattr(config.get_text_config(), "vocab_size", None)
     else:
@@ -244,7 +244,7 @@ def evaluate(
         golds = [accepted_answers(answer)[0] for answer in answers]
         found = [gold in [result.text for result in each] for gold, each in zip(golds, results, strict=True)]
     groups = [[v > 0 for v in exact[i : i + k] if v is not None] for i in range(0, len(exact or []), k)]
-    solved = None if exact is None else [any(group) if group else None for group in groups]
+    solved = None if exact is None else [any(group) if len(group) == k else None for group in groups]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,

@@ -9,8 +9,7 @@ backend, by the trainer's own step: the advantages shown are those that its loss
 nothing is written but the page, one file of HTML that loads nothing: the view of a group of scripts/view_rollouts.py.
 Any further argument overrides the recipe, as in training. It runs in one process: `python`, not `accelerate launch`.
 
-A recipe with `vllm_mode: server` needs its server, which then holds the recipe's weights: do not point this at the
-server of a run that is training.
+With `vllm_mode: server` the server gets the recipe's weights: do not take that of a run that is training.
 """
 
 # ruff: noqa: E402
@@ -79,7 +78,8 @@ def explain(config: str, row: int = 0, overrides: Iterable[str] = ()) -> GroupCr
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: start this with `python`, in one process.")
     with tempfile.TemporaryDirectory(prefix="explain-credit-") as folder:
-        trainer = mt.build_trainer(*group_recipe(config, list(overrides), folder))
+        recipe = group_recipe(config, list(overrides), folder)
+        trainer = mt.build_trainer(*recipe)
         rows = trainer.train_dataset
         if not 0 <= row < len(rows):
             raise ValueError(f"--row {row}: the training set has {len(rows)} rows. Expected 0 to {len(rows) - 1}.")
@@ -89,7 +89,7 @@ def explain(config: str, row: int = 0, overrides: Iterable[str] = ()) -> GroupCr
             trainer._generate_and_score_completions(inputs)
         finally:
             trainer.close_client()
-        return collect(trainer, inputs[0], list(read_rollouts(folder)), row)
+        return collect(trainer, list(read_rollouts(folder)), row, recipe[0].train_from_rollouts)
 
 
 def group_recipe(config: str, overrides: list[str], output_dir: str) -> Recipe:
@@ -111,7 +111,7 @@ def group_recipe(config: str, overrides: list[str], output_dir: str) -> Recipe:
     return script_args, args, model_args
 
 
-def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]], number_of_row: int) -> GroupCredit:
+def collect(trainer: mt.MTGRPOEnvTrainer, logged: list[dict], number: int, source: str | None) -> GroupCredit:
     """The group as the trainer logged it in a step, and how it came about."""
     args = trainer.args
     credit = {
@@ -123,9 +123,11 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         if getattr(args, key) != default_of(key, mt.recipe_classes()):
             credit[key] = str(getattr(args, key)).lower()  # as a recipe has it
     model = trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
-    sampling = {"model": model, "training row": number_of_row, "rollouts": len(logged)}
+    sampling = {"model": model, "training row": number, "rollouts": len(logged)}
     sampling |= {"temperature": f"{args.temperature:g}", "seed": args.seed}
-    settings = [("gold answer", " | ".join(accepted_answers(row.get("answer"))))]
+    if source:
+        sampling = {"log": source, "group": number, "rollouts": len(logged)}
+    settings = [("gold answer", " | ".join(accepted_answers(trainer.batch.rows[0].get("answer"))))]
     for label, values in (("credit", credit), ("rollouts from", sampling)):
         settings.append((label, ", ".join(f"{name} {value}" for name, value in values.items())))
     weights = list(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))

@@ -37,7 +37,7 @@ class MetricsLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and state.is_world_process_zero:
             try:
-                lines = self.trainer.layout.metrics.depth.lines if "reward" in logs else {}  # of training
+                lines = self.trainer.layout.metrics.depth.lines if "loss" in logs else {}  # of training
                 write_rows(Path(args.output_dir) / METRICS_FILE, [{"step": state.global_step, **logs, **lines}])
             except OSError as error:
                 logger.warning(f"The metrics could not be written: {error}. Training continues.")

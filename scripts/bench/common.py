@@ -223,8 +223,7 @@ def write_section(name: str, section: str, path: Path) -> None:
 class Frame:
     """What all benchmarks do alike: `--short` and `--report`, a file of results, a section of a page.
 
-    `name` is the benchmark's in scripts/bench, in docs/results and between the markers of the page. `section` makes
-    the page's section from the results.
+    `name` is the benchmark's in scripts/bench, docs/results and the page's markers; `section` makes its section.
     """
 
     def __init__(self, name: str, section: Callable[[Results], str]):

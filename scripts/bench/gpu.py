@@ -9,8 +9,7 @@ The model has the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json), ra
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides.
 `step` is the rest of a step, on conversations of two or three turns that were made before (scripts/bench/step.py): the
 prompt of a group computed once or for each of its rollouts, and TRL's trainer. `gradients` compares what they come to,
-also of edited histories, with gradient checkpointing, and with a LoRA. Logs and outputs of the cases are in
-runs/bench_gpu.
+also of edited histories, with gradient checkpointing, and with a LoRA. Logs and outputs are in runs/bench_gpu.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
 share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two

@@ -36,7 +36,9 @@ from bench.common import IN_THE_ENGINE, IN_THE_ENGINE_ENV, VLLMServer, rounded, 
 from bench.credit import bootstrap, commit, smoothed
 
 MODEL, DATA = "runs/SmolLM2-135M-Instruct", "runs/squad"
-CODER = "hf_recipes/Qwen/Qwen2.5-Coder-0.5B--squad-search.yaml"
+# The Hub's Qwen/Qwen2.5-Coder-0.5B-Instruct.
+CODER = {"model": "runs/Qwen2.5-Coder-0.5B-Instruct", "steps": 24, "problems": 100, "seeds": 3}
+QWEN = "hf_recipes/Qwen/Qwen2.5-Coder-0.5B--"
 TASKS: dict[str, dict[str, Any]] = {
     "parcel": {
         "title": "Two tools of one's own", "recipe": "hf_recipes/SmolLM2/parcel/recipe.yaml", "steps": 15,
@@ -45,10 +47,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "squad-search": {
         "title": "Search", "recipe": "hf_recipes/SmolLM2/squad-search.yaml", "steps": 20, "problems": 100, "seeds": 8,
     },
-    "squad-search-0.5B": {
-        "title": "Search, with half a billion parameters", "recipe": CODER, "steps": 24, "problems": 100, "seeds": 3,
-        "model": "runs/Qwen2.5-Coder-0.5B-Instruct",  # of the Hub's Qwen/Qwen2.5-Coder-0.5B-Instruct
-    },
+    "squad-search-0.5B": CODER | {"title": "Search, half a billion parameters", "recipe": f"{QWEN}squad-search.yaml"},
+    "gsm8k-0.5B": CODER | {"title": "GSM8K, half a billion parameters", "recipe": f"{QWEN}gsm8k.yaml"},
     "squad-search-gpu": {
         "title": "Search, on a GPU", "recipe": "hf_recipes/SmolLM2/squad-search.yaml", "steps": 200, "problems": 100,
         "seeds": 1, "rollouts": 128,
@@ -60,8 +60,8 @@ RESULTS, PICTURE, PAGE = (Path(f"docs/{n}") for n in ("results/real_model.json",
 NUM_PASSAGES = 40  # whose perplexity is taken
 NUM_TOPICS, TOPIC = 20, 1000  # of Python's documentation, and so many characters of each
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
-SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
-SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
+SERVER = (*IN_THE_ENGINE, "--max-model-len", "2048", "--logprobs-mode", "processed_logprobs")
+SERVER_ENV = IN_THE_ENGINE_ENV | {"OMP_NUM_THREADS": "2"}
 ON_GPU = ("--dtype", "bfloat16", "--no-enforce-eager", "--gpu-memory-utilization", "0.3")
 
 FIGURES = {  # label -> its value in what evaluate.evaluate returns
@@ -70,6 +70,7 @@ FIGURES = {  # label -> its value in what evaluate.evaluate returns
     "exact match": lambda found: found["exact_match"],
 }
 PERPLEXITIES = ("perplexity, articles", "perplexity, Python's documentation")
+HOWS = ("sampled", "greedy")
 COMPARED = ("answer among the results", "exact match")  # with tests, and shown by seed
 LEARNED = 0.5  # of the sampled held-out rollouts have the answer among their results (0.1 and less before)
 
@@ -130,7 +131,7 @@ def evaluated(model: str | Path, task: str, num_problems: int) -> dict[str, Any]
     row: dict[str, Any] = {}
     tokenizer = AutoTokenizer.from_pretrained(model)
     with server_of(task, model) as server:
-        for how in ("sampled", "greedy"):
+        for how in HOWS:
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             settings = {"tokenizer": tokenizer, "progress": False, "batch_size": 128, "greedy": how == "greedy"}
             try:
@@ -238,16 +239,18 @@ def section(results: dict[str, Any]) -> str:
 
 
 def by_run(before: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
-    """A row for each run, and a sentence; a cell has the sampled and the greedy figure."""
+    """A row for the runs of a method and of so many steps, and a sentence. Cells have the figures of each seed."""
     rest = [label for label in PERPLEXITIES if label in before]
-    rows, several = [], len({run["steps"] for run in runs}) > 1
-    for row in ({"method": "before"} | before, *runs):
-        name = f"`{row['method']}`, seed {row['seed']}" if "seed" in row else row["method"]
-        name += f", {row['steps']} steps" if several and "steps" in row else ""
-        cells = [f"{row['sampled'][label]:.2f}, {row['greedy'][label]:.2f}" for label in FIGURES]
-        cells += [*(f"{row[label]:.2f}" for label in rest), f"{row['seconds'] / 60:.0f}" if row.get("seconds") else ""]
-        rows.append(f"{name} | {' | '.join(cells)}")
-    return [*common.table(f"sampled, greedy | {' | '.join([*FIGURES, *rest])} | minutes", rows), "", costs(runs)]
+    groups, rows = {"before": [before]}, []
+    for run in runs:
+        groups.setdefault(f"`{run['method']}`, {run['steps']} steps", []).append(run)
+    for name, of in groups.items():
+        cells = ["; ".join(" ".join(f"{run[how][label]:.2f}" for run in of) for how in HOWS) for label in FIGURES]
+        cells += [" ".join(f"{run[label]:.2f}" for run in of) for label in rest]
+        name += f", seed {' '.join(str(run['seed']) for run in of)}" if "seed" in of[0] else ""
+        minutes = [run["seconds"] / 60 for run in of if run.get("seconds")]
+        rows.append(f"{name} | {' | '.join(cells)} | {span(minutes) if minutes else ''}")
+    return [*common.table(f"sampled; greedily | {' | '.join([*FIGURES, *rest])} | minutes", rows), "", costs(runs)]
 
 
 def tables(before: dict[str, Any], runs: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
@@ -257,16 +260,15 @@ def tables(before: dict[str, Any], runs: list[dict[str, Any]], again: dict[str, 
     lines = [f"| | before |{''.join(f' `{name}` |' for name in methods)}", "|---|---|" + "---|" * len(methods)]
     shares = [f"{learned(of)} of {len(of)}" for of in methods.values()]
     lines.append(f"| seeds that learn | | {' | '.join(shares)} |")
-    hows = ("sampled", "greedy")
     for label in FIGURES:
         columns = [[before], *methods.values()]
-        cells = [", ".join(cell([run[how][label] for run in of]) for how in hows) for of in columns]
+        cells = [", ".join(cell([run[how][label] for run in of]) for how in HOWS) for of in columns]
         lines.append(f"| {label}: sampled, greedy | {' | '.join(cells)} |")
     for label in PERPLEXITIES if PERPLEXITIES[0] in before else ():
         cells = [cell([run[label] for run in of]) for of in methods.values()]
         lines.append(f"| {label} | {cell([before[label]])} | {' | '.join(cells)} |")
     for label in COMPARED if again else ():
-        cells = [", ".join(cell(again[name][how][label]) for how in hows) if name in again else "" for name in methods]
+        cells = [", ".join(cell(again[name][how][label]) for how in HOWS) if name in again else "" for name in methods]
         lines.append(f"| {label}, run again | | {' | '.join(cells)} |")
     signal = [cell([run["no_signal"] for run in of]) for of in methods.values()]
     lines.append(f"| groups without signal | | {' | '.join(signal)} |")

@@ -33,8 +33,7 @@ RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 GROUP = 8  # conversations per prompt
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
 WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05)}
-# (conversations, mean wait) -> (repetitions, those with the lockstep loop). Sizes ascend, so that a peak of memory
-# cannot be an earlier run's.
+# (conversations, mean wait) -> (repetitions, those with the lockstep loop). Sizes ascend, as peaks of memory must.
 CELLS = {(64, 0.0): (5, 5), (256, 0.0): (5, 5), (256, 0.2): (5, 3), (1024, 0.0): (3, 0), (1024, 0.2): (3, 0)}
 SHOWN = list(CELLS)[:3]  # in the page's table, and measured twice with --short
 
@@ -161,8 +160,7 @@ class Bench:
     def run(self, shape: str, conversations: int, wait: float) -> Row:
         """One measured run; `reference` replays the last `engine`. Seconds, MiB, tokens.
 
-        No run profits from another's connections or prefix cache, or pays for its garbage. Prompts are in groups, as
-        in training.
+        No run profits from another's connections or prefix cache, or pays for its garbage. Prompts are in groups.
         """
         from mt_grpo.base.event_loop import run_async
         from mt_grpo.conversation.conversations import sampling_defaults

@@ -4,8 +4,7 @@
     python scripts/bench/sync.py --short     # fewer repetitions, float32 only, at most ten minutes; the page stays
     python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/results/sync.json
 
-The model has random weights in the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json). What a push costs does
-not depend on their values.
+The model has the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json); its weights are random.
 
 The trainer's own push and check are measured, after a weight was changed; the first push of a server is not counted.
 One repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset
@@ -133,8 +132,7 @@ def plain_seconds(folder: str, num_bytes: int, disk: bool = False) -> dict[str, 
 def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], plain: list[dict], disk: list[dict]):
     """One row of the results: spreads of seconds, of GB/s, and of multiples.
 
-    `model` has `parameters`, `tensors` and the `bytes` of one push, tied copies included. `plain` and `disk` are of
-    the sync directory and of the ordinary disk.
+    `model` has `parameters`, `tensors` and the `bytes` of one push, tied copies too. `plain`: in the sync directory.
     """
     gigabytes = model["bytes"] / 1e9
     keys = [key for key in (*PHASES, "total") if all(key in push for push in pushes)]

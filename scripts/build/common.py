@@ -133,8 +133,7 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE of `size` tokens, after what `split` keeps apart.
 
-    Its merges cross words. What is `added` comes on top: tokens that are text too. What is `further_special` is never
-    text.
+    Its merges cross words. What is `added` comes on top: tokens that are text too. `further_special` are never text.
     """
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *further_special]
     tokenizer = Tokenizer(models.BPE())

@@ -312,9 +312,11 @@ async function showTable(query) {
 // -- 5. Groups and rollouts --
 
 // What tokens can be coloured by: the value of a token, and the value of a turn if the log has no tokens.
+// What the tokens of a turn are trained with; none of a turn that is not in the loss.
+const trainedAdvantage = (row, k) => (row.turns[k]?.num_trained === 0 ? null : row.turn_advantages?.[k]);
 const COLOURS = {
   none: null,
-  advantage: { token: (turn, i) => turn.advantages?.[i], turn: (row, k) => row.turn_advantages?.[k],
+  advantage: { token: (turn, i) => turn.advantages?.[i], turn: (row, k) => trainedAdvantage(row, k),
     trained: true, plus: "0, 110, 230", minus: "235, 125, 0" },
   logprob: { token: (turn, i) => turn.logprobs?.[i], turn: (row, k) => row.turns[k].mean_logprob,
     plus: "0, 110, 230", minus: "150, 70, 220" },
@@ -379,7 +381,7 @@ function tokenSpans(turn, colour, scale) {
 
 // An advantage, what the outcome alone gives of it, and what the turn adds.
 function advantageText(row, k) {
-  const whole = row.turn_advantages?.[k], outcome = row.outcome_advantage;
+  const whole = trainedAdvantage(row, k), outcome = row.outcome_advantage;
   if (typeof whole !== "number") return null;
   return `advantage ${signed(whole)}${typeof outcome === "number" ? ` = outcome ${signed(outcome)}, turn ${signed(whole - outcome)}` : ""}`;
 }
@@ -530,7 +532,7 @@ function groupTable(items, run) {
     { href: conversationHash("rollout", run, item.id, { turn }), title: turn === undefined ? null : advantageText(item.row, turn) }, inside);
   const row = (head, cells) => el("tr", {}, el("th", { scope: "row" }, head), cells);
   const turnCell = (item, k) => {
-    const turn = item.row.turns[k], advantage = item.row.turn_advantages?.[k];
+    const turn = item.row.turns[k], advantage = trainedAdvantage(item.row, k);
     return el("td", { background: paint(COLOURS.advantage, advantage, scale) },
       turn && link(item, k, turnLines(turn), el("span", { class: "number" }, signed(advantage))));
   };

@@ -255,7 +255,7 @@ READ_BACK = {
     "system_prompt": lambda t: t.env.with_system_prompt(t.train_dataset[0]["prompt"])[0]["content"],
     "prompt_examples": lambda t: next(
         str(path.relative_to(ROOT))
-        for path in ROOT.glob("hf_recipes/SmolLM2/examples/*.yaml")
+        for path in ROOT.glob("hf_recipes/*/examples/*.yaml")
         if read_prompt_examples(str(path)) == t.env.prompt_examples
     ),
     "environment": kind_of_environments,

@@ -133,16 +133,15 @@ def test_a_lora_is_evaluated_with_its_adapter_merged(random_model, tmp_path):
 
 
 def test_few_runs_are_rows_with_their_costs():
-    runs = [
-        row(method, seed, exact) | {"gib": seed + 0.25}
-        for method, seed, exact in (("merged", 1, 0.1), ("mt_grpo", 2, 0.5))
-    ]
+    of = ("merged", 1, 0.1), ("mt_grpo", 1, 0.5), ("mt_grpo", 2, 0.4)
+    runs = [row(method, seed, exact) | {"gib": seed + 0.25} for method, seed, exact in of]
     runs[1]["seconds"] = None  # it was stopped
     head, _, *rows, empty, sentence = bench.by_run(SEARCH, runs)
     assert head.count("|") == rows[0].count("|") == 8 and empty == ""
     assert rows == [
-        "| before | 2.00, 2.00 | 0.10, 0.25 | 0.00, 0.10 | 11.00 | 11.00 |  |",
-        "| `merged`, seed 1 | 2.00, 2.00 | 0.25, 0.25 | 0.10, 0.20 | 13.00 | 13.00 | 11 |",
-        "| `mt_grpo`, seed 2 | 2.00, 2.00 | 0.25, 0.25 | 0.50, 0.60 | 14.00 | 14.00 |  |",
+        "| before | 2.00; 2.00 | 0.10; 0.25 | 0.00; 0.10 | 11.00 | 11.00 |  |",
+        "| `merged`, 20 steps, seed 1 | 2.00; 2.00 | 0.25; 0.25 | 0.10; 0.20 | 13.00 | 13.00 | 11 |",
+        "| `mt_grpo`, 20 steps, seed 1 2 | 2.00 2.00; 2.00 2.00 | 0.25 0.25; 0.25 0.25 | 0.50 0.40; 0.60 0.50 | "
+        "13.00 14.00 | 13.00 14.00 | 12 |",
     ]
-    assert "11 minutes a run with the server's start and at most 2.2 GiB in a process, on 2 cores" in sentence
+    assert "at most 2.2 GiB in a process, on 2 cores" in sentence

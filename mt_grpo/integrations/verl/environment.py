@@ -102,7 +102,10 @@ def accepted(function: Callable, **offered: Any) -> dict[str, Any]:
 
 
 class VerlEnvironment:
-    """The state of one conversation. `environment_class` makes the class of a recipe, whose methods are the tools."""
+    """The state of one conversation. `environment_class` makes the class of a recipe, whose methods are the tools.
+
+    Its `verl_tools` and `interactions` are the recipe's by name. `keyword_columns` are a row's that hold arguments.
+    """
 
     verl_tools: dict[str, Any] = {}
     interactions: dict[str, Any] = {}
