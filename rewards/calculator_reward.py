@@ -1,7 +1,6 @@
 """Rewards for arithmetic with a calculator tool: the smallest task that shows credit per turn.
 
-Recipe: `reward_fn: rewards/calculator_reward.py`. Dataset column: `answer`, the result as a string like "1889", or a
-worked solution, whose result follows `####`.
+Recipe: `reward_fn: rewards/calculator_reward.py`. Dataset column: `answer`, like "1889", or text with it after `####`.
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
 apply. Numbers are decimals: 1,889 = 1889 = 1889.0, and a number of any length is compared exactly. This file imports
@@ -85,8 +84,7 @@ def result_found_reward_func(rollout_turns: list[list[Any]], answer: list[Any], 
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward the right answer: 1.0 if the last turn's answer is the gold number.
 
-    Thousands commas, surrounding white space and a trailing `.0` are ignored; a unit, a word, an exponent or a
-    sum is not.
+    Thousands commas, surrounding white space and a trailing `.0` are ignored; a unit, word, exponent or sum is not.
 
     Range: 0.0 or 1.0. None: the row's answer is not a number.
 

@@ -43,7 +43,8 @@ def right_step_reward_func(
 
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[str], **kwargs: Any) -> list[float]:
     """Reward the right answer: 1.0 if the last turn's answer is the chain's last value."""
-    return [float((_answer(turns) or "").strip() == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
+    given = zip(map(_answer, rollout_turns), answer, strict=True)
+    return [float((text or "").strip() == str(gold)) for text, gold in given]
 
 
 TURN_REWARD_FUNCS = [call_executed_reward_func, right_step_reward_func]

@@ -12,13 +12,13 @@ from typing import Any
 
 from calculator_reward import _answer, tool_execution_reward_func
 
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-_LATEX = re.compile(r"\\(?:text|mathrm)|\\(?=[$%])|\\!|[{}]")  # around what counts in 42\text{ apples}, 1{,}800
-_SPACES = re.compile(r"\\[,;: ]|~")
-_MARKS = re.compile(r"\A(?:\*\*|\\\(|\$\$)|(?:\*\*|\\\)|\$\$)(?=\.?\Z)")  # **42**, \(42\), $$42$$
-_SIGN = r"(-?\s*(?:[$€£]\s*)?|[$€£]\s*-)"
-_AMOUNT = re.compile(_SIGN + r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*[$€£%]*(.*)", re.DOTALL)
-_NO_UNITS = {"and", "or", "plus", "minus", "k", "hundred", "thousand", "million", "billion"}  # more of the number
+_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_LATEX = re.compile(r"\\(?:text|math)(?:bf|rm|it)?\b|\\(?=[$%])|\\!|[{}]")  # around 42\text{ apples}, 1{,}800
+_SPACES = re.compile(r"\\(?:[,;: ]|quad\b)|~")
+_MARKS = re.compile(r"\A(?:\*\*|\\[(\[]|\$\$|`)\s*|\s*(?:\*\*|\\[)\]]|\$\$|`)(?=\.?\Z)")  # **42**, \(42\), `42`
+_SIGN = r"([-−]?\s*(?:[$€£]\s*)?|[$€£]\s*[-−])"
+_AMOUNT = re.compile(_SIGN + r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*[$€£%]*/?(.*)", re.DOTALL)
+_NO_UNITS = {"and", "or", "plus", "minus", "k", "hundred", "thousand", "million", "billion", "trillion"}
 
 
 def _number(text: str) -> Decimal | None:
@@ -30,8 +30,8 @@ def _number(text: str) -> Decimal | None:
 
     >>> [str(_number(text)) for text in ["$1,800", "50%", "42 apples", r"That is 6*7 = \boxed{42}."]]
     ['1800', '50', '42', '42']
-    >>> [str(_number(text)) for text in [r"\boxed{42\,\text{m}^2}", "**$42**.", r"\(1,\!800\)", "$$42$$", "42 km²"]]
-    ['42', '42', '1800', '42', '42']
+    >>> [str(_number(text)) for text in [r"\boxed{42\,\text{m}^2}", "**$42**.", r"\(1,\!800\)", r"\[42\]", "−4/h"]]
+    ['42', '42', '1800', '42', '-4']
     >>> [_number(text) for text in ["not 42", "6*7", "41 or 42", "42 thousand", r"\boxed{41}, or \boxed{42}"]]
     [None, None, None, None, None]
     """
@@ -48,7 +48,7 @@ def _plain(text: str) -> Decimal | None:
     words = unit.casefold().strip().removesuffix(".").split()
     letters = all(re.sub(r"\^[23]$|[²³]$", "", part).isalpha() for word in words for part in word.split("/"))
     fits = letters and len(words) <= 4 and _NO_UNITS.isdisjoint(words)  # km/h, m^2
-    return Decimal("-" * ("-" in sign) + digits.replace(",", "")) if fits else None
+    return Decimal("-" * bool(re.search("[-−]", sign)) + digits.replace(",", "")) if fits else None
 
 
 def _gold(answer: Any) -> Decimal | None:

@@ -2,8 +2,7 @@
 
 Recipe: `reward_fn: rewards/information_gain.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`,
 a list of accepted answers, or one. The turn reward is computed with the policy itself (parameter `policy`), so the
-task needs no turn rewards of its own (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). To adapt a copy, edit the four
-constants.
+task needs no turn rewards of its own (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). Constants: below.
 
 A turn's results are compared with empty results in the same context. Compared with the context before the turn, most
 searches of a weak policy would get a negative reward, since a useless passage distracts it, which would reward not
@@ -64,10 +63,10 @@ def information_gain_reward_func(
 
     With several accepted answers, the most likely one counts, in both contexts. None: the turn has no result, its call
     contains the answer, the row has no answer, no answer fits into the context, or the environment replaced the
-    history after the turn or continued its text. Repeated results earn 0.0, or their first reward if it was negative.
+    history after the turn or continued its text. An error earns 0.0, repeated results 0.0, or their first reward if it
+    was negative.
 
-    The cost is logged as `information_gain/tokens`: the ids that the policy had to read, averaged over ranks and
-    calls.
+    The cost is logged as `information_gain/tokens`: the ids that the policy had to read, over ranks and calls.
     """
     log_metric = kwargs.get("log_metric") or (lambda name, value: None)
     opening = policy.encode(OPENING)
@@ -90,7 +89,9 @@ def information_gain_reward_func(
                 read = policy.observation_ids(turn, [result.text for result in turn.results])  # with the end of a turn
             found = context + read + opening
             ids = [encoded for gold in golds if policy.fits(found, encoded := policy.encode(gold))]
-            if not ids or _begs(turn, golds):
+            if ids and turn.error:  # whose text may repeat a guess that stands in the call
+                rewards[i][k] = 0.0
+            if not ids or turn.error or _begs(turn, golds):
                 continue
             nothing = context + policy.observation_ids(turn, [""] * len(turn.results)) + opening
             asked.append((i, k, len(ids)))

@@ -38,8 +38,9 @@ def answer_printed_reward_func(
 
 
 def _printed(result: Any) -> Decimal | None:
-    """Return the last number of a result's last line, None if there is none or the program failed."""
-    numbers = [] if result.error else _NUMBERS.findall(result.text.rstrip().rpartition("\n")[2])
+    """Return the last number of a result's last line, None if there is none, it was cut or the program failed."""
+    text = "" if result.error or result.text.endswith("... [cut]") else result.text.rstrip()
+    numbers = _NUMBERS.findall(text.rpartition("\n")[2])
     number = Decimal(numbers[-1].replace(",", "")) if numbers else None
     # Of a float 12 digits count: 100 * 1.1 prints 110.00000000000001.
     return Context(12).plus(number) if numbers and "." in numbers[-1] else number

@@ -12,6 +12,8 @@ import string
 from collections import Counter
 from typing import Any
 
+ANYWHERE = {"yes", "no", "one", "two", "it", "if", "them", "us", "who"}  # words that are no finding
+
 
 def _words(text: str) -> list[str]:
     """Return the words of a text as SQuAD compares them."""
@@ -30,8 +32,9 @@ def _golds(answer: Any) -> list[list[str]]:
 
 
 def _holds(text: str, golds: list[list[str]]) -> bool:
-    """Return whether the text contains the words of an accepted answer, one after another."""
-    spaced = f" {' '.join(_words(text))} "
+    """Return whether the text contains the words of an accepted answer, one after another: Edgar in Edgar's too."""
+    apart = re.sub(r"['’]s\b|[-–—]", " ", text)
+    spaced = f" {' '.join(_words(text))} | {' '.join(_words(apart))} "
     return any(f" {' '.join(gold)} " in spaced for gold in golds)
 
 
@@ -46,7 +49,8 @@ def f1(words: list[str], gold: list[str]) -> float:
     >>> f1(["in", "northern", "france"], ["northern", "france"]), f1(["spain"], ["northern", "france"]), f1([], ["x"])
     (0.8, 0.0, 0.0)
     """
-    common = sum((Counter(words) & Counter(gold)).values())
+    whole = gold in (["yes"], ["no"])  # HotpotQA's evaluation takes these alone
+    common = sum((Counter(words) & Counter(gold)).values()) if words == gold or not whole else 0
     return 2 * common / (len(words) + len(gold)) if common else 0.0
 
 
@@ -71,7 +75,7 @@ def answer_in_search_results_reward_func(
     """Reward the first search whose result contains the answer: 0.5. None for a turn without a result.
 
     Later searches earn 0.0, and of several in one turn only the last one counts: a turn is one guess. None for all
-    turns if the row has no answer, or only the answers yes or no, which no search finds.
+    turns if the row has no answer, or only answers such as yes or it, which any text has.
 
     >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
     >>> texts = ("The Danube.", "Rollo, a Viking, led.", "Rollo was a Viking!")
@@ -81,7 +85,7 @@ def answer_in_search_results_reward_func(
     """
     rewards = []
     for turns, golds in zip(rollout_turns, map(_golds, answer), strict=True):
-        found, row, golds = False, [], [gold for gold in golds if gold not in (["yes"], ["no"])]
+        found, row, golds = False, [], [gold for gold in golds if not ANYWHERE.issuperset(gold)]
         for turn in turns:
             here = any(result.error is None and _holds(result.text, golds) for result in turn.results[-1:])
             row.append(0.5 * (here and not found) if turn.results else None)

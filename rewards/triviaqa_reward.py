@@ -4,8 +4,7 @@ Recipe: `reward_fn: rewards/triviaqa_reward.py`. Dataset column: `answer`, the a
 strings, TriviaQA's dict with `value` and `aliases`, or one string; for a worked solution, the text after `####`).
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
-apply (squad_reward.py has one per search). This file imports nothing from the trainer: copy it together with
-calculator_reward.py, and edit the copy.
+apply (squad_reward.py has one per search). It imports nothing of the trainer's: copy it with calculator_reward.py.
 """
 
 import re
@@ -24,8 +23,8 @@ def _aliases(gold: Any) -> list[str]:
     if isinstance(gold, dict):
         aliases = gold.get("aliases") or []
         gold = [gold.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
-    elif gold is None or isinstance(gold, str):
-        gold = [gold and gold.rpartition("####")[2]]  # a worked solution, like GSM8K's, ends with the answer
+    elif not isinstance(gold, (list, tuple)):
+        gold = [gold and str(gold).rpartition("####")[2]]  # a worked solution, like GSM8K's, ends with the answer
     return [folded for alias in gold if alias is not None and (folded := _fold(str(alias)))]
 
 
@@ -128,8 +127,7 @@ def format_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[fl
 def xml_tag_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
     r"""Reward clean tags: 0.2 times the mean over the turns of the share of tags that occur exactly once.
 
-    The four tags of a turn are `<reasoning>`, `</reasoning>` and the opening and closing tag of its block. A tag that
-    is missing or repeated earns nothing.
+    The four tags of a turn are `<reasoning>`, `</reasoning>` and those of its block. A repeated one earns nothing.
 
     Range: 0.0 to 0.2; 0.0 without a turn. Never None.
 

@@ -6,8 +6,7 @@ Protects against: code (the expression is parsed into a syntax tree and only num
 no names, calls, attributes or strings, and no `eval`), and expressions made to hang or to fill the memory, like
 `9**9**9`: the length and the size of every number are checked before an operation is computed.
 
-Does not protect against: rounding. Decimals are 64-bit floats shown to 12 significant digits (15 from 10**9 on);
-integers are exact.
+Does not protect against: rounding. Decimals, not integers, are 64-bit floats shown to 12 digits (15 from 10**9 on).
 
 >>> calculator("(48 + 24) * 2 / 3"), calculator("0.1 + 0.2"), calculator("2 ** 100")
 ('48', '0.3', '1267650600228229401496703205376')

@@ -23,7 +23,7 @@ class SimulatedUser:
         self.said.append({"role": "user", "content": turn.answer or turn.text})
         message = await self._ask({"model": os.environ["USER_MODEL"], "messages": self.said, "max_tokens": 200})
         self.said.append({"role": "assistant", "content": message})
-        self.content = "DONE" in message
+        self.content = message.strip(" \n.!") == "DONE"
         return {"stop": True} if self.content else {"messages": [{"role": "user", "content": message}]}
 
     async def _ask(self, payload: dict) -> str:

@@ -63,7 +63,7 @@ BACKOFF_SECONDS = 0.5  # wait before the third attempt, in units of two; the sec
 # Words of almost every passage, which say nothing about its topic and make a search in a large corpus slow.
 STOP_WORDS = (
     "a an and are as at be been by did do does for from had has have how in into is it its of on or that the their "
-    "this to was were what when where which who whom whose why will with"
+    "this to was were what when where which who whom whose why with"
 )
 
 _THREAD = threading.local()  # each thread's own connection to the index and its own HTTP session

@@ -1,8 +1,7 @@
 """An image whose digits are too small to read, and a tool that enlarges one of its corners.
 
 `ENVIRONMENT` is an environment class as in TRL: `reset` gets the columns of a row, and the method `zoom` is the tool.
-A row has the image in its column `image`, which the model reads with the question. Environment variables, read at
-every call:
+A row has the image in its column `image`, which the model reads with the question. Environment variables:
 
 | variable | meaning | default |
 |---|---|---|
@@ -11,9 +10,7 @@ every call:
 
 Needs: Pillow (`pip install -e '.[vision]'`).
 
-Protects against: an unknown corner (the model reads an error), a row without an image, and an image that is not square
-or too small.
-
+Protects against: an unknown corner (the model reads an error), a row without an image, a small or oblong one.
 Does not protect against: files that a row names, which are opened as they are.
 
 >>> page = Image.new("L", (56, 56), 9)

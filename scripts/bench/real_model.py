@@ -100,7 +100,7 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
         "seconds": None if resume else seconds, "gib": memory / 2**20, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         **evaluated(whole(output), task, num_problems),
-        "curve": [round(log.get("rewards/exact_match_reward_func/mean") or 0.0, 2) for log in logs],
+        "curve": [round(100 * (log.get("rewards/exact_match_reward_func/mean") or 0.0)) for log in logs],  # percent
     }  # fmt: skip
     return rounded(row, 4)
 
@@ -334,10 +334,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
                 axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.2, alpha=0.8)
             axis.set_visible(bool(runs))
             axis.set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
-            axis.set_ylim(bottom=0)
         first = next(axis for axis in axes[down] if axis.get_visible())
         first.tick_params(labelleft=True)  # others share them
-        first.set_ylabel(f"{task}\n\nexact match", fontsize=9)
+        first.set_ylim(bottom=0)
+        first.set_ylabel(f"{task}\n\nexact match, %", fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("optimizer step")
     common.save_picture(figure, path)

@@ -3,6 +3,7 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import evaluate
@@ -312,6 +313,7 @@ def test_a_turn_gains_what_its_results_tell():
         searched("rivers", "The Seine.", 101),  # 0.9 is known already
         searched("capital of France?", "It is Paris.", 100),  # the same passage again
         searched("is it PARIS", "PARIS!", 100),  # the call names the answer
+        replace(searched("", "", 100), results=[ToolResult("Error: unknown tool 'Paris'", "call")]),
         Turn([9], None, "", "stop", answer="Paris"),
     ]
     contexts, read = [], [8]
@@ -320,8 +322,8 @@ def test_a_turn_gains_what_its_results_tell():
         read = contexts[-1] + turn.observation_ids
     first, second, *others = gained(turns, contexts, answer={"value": "Paris", "aliases": ["the City"]})
     assert first == pytest.approx(0.1 * math.log(0.9 / 0.1)) and second == pytest.approx(0.0)
-    assert others == [0.0, None, None]
-    assert gained(turns, contexts, answer="?") == gained(turns, contexts, answer=None) == [None] * 5  # it has no ids
+    assert others == [0.0, None, 0.0, None]
+    assert gained(turns, contexts, answer="?") == gained(turns, contexts, answer=None) == [None] * 6  # it has no ids
     assert gained(turns, [[8] * 20, *contexts[1:]])[0] is None
     # Also where the second call's context does not hold the first one's results any more.
     first, second = gained([turns[0], searched("France", "It is Paris.", 100)], [[8], [8]])
