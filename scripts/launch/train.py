@@ -11,8 +11,8 @@ Recipes that use no server (use_vllm: false, vllm_mode: colocate, a server elsew
 Environment:
     CUDA_VISIBLE_DEVICES  the GPUs to share out
     NUM_PROCESSES         training processes (default: GPUs - 1; on a CPU 2 beside a server, else 1)
-    ACCELERATE_CONFIG     an accelerate configuration (default for several processes, of hf_recipes/accelerate:
-                          zero3.yaml if DeepSpeed is installed, else ddp.yaml; without GPUs cpu.yaml)
+    ACCELERATE_CONFIG     an accelerate configuration (default, of hf_recipes/accelerate: one.yaml for one GPU, for
+                          several zero3.yaml if DeepSpeed is installed, else ddp.yaml; without GPUs cpu.yaml)
     NUM_SERVERS           servers (default 1); each has its own port, its own GPUs and its own log
     SERVER_TP             GPUs of one server, by tensor parallelism (default 1)
     SERVER_ARGS           further flags for the server, separated by spaces
