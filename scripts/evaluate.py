@@ -244,7 +244,7 @@ def evaluate(
         golds = [accepted_answers(answer)[0] for answer in answers]
         found = [gold in [result.text for result in each] for gold, each in zip(golds, results, strict=True)]
     groups = [[v > 0 for v in exact[i : i + k] if v is not None] for i in range(0, len(exact or []), k)]
-    solved = None if exact is None else [any(group) if len(group) == k else None for group in groups]
+    solved = None if exact is None else [any(group) if group else None for group in groups]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
