@@ -40,7 +40,7 @@ from mt_grpo.reports.rollout_log import IMAGE_FOLDER
 PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
 MOST_IMAGE_BYTES = 20 * 2**20  # of the images in one file
-SMALLEST, ALWAYS_DRAWN = 0.01, "(eval_)?reward|sampling"  # other lines that never exceed SMALLEST are not drawn
+SMALLEST, ALWAYS_DRAWN = 0.01, "(eval_.*)?reward|sampling"  # other lines that never exceed SMALLEST are not drawn
 # Panels: title, then metrics with labels. Names with * stand for all that match.
 PANELS = (
     ("Rewards", (("reward", "total reward"), ("rewards/*/mean", "{}"))),
@@ -57,7 +57,7 @@ PANELS = (
                               ("sampling/sampling_logp_difference/mean", "logprob difference"))),
 )  # fmt: skip
 BY_DEPTH = {"logp_difference": "Logprob difference", "importance_ratio": "Importance ratio", "entropy": "Entropy"}
-EVALUATION = ("Evaluation", (("eval_reward", "total reward"), ("eval_rewards/*/mean", "{}")))
+EVALUATION = ("Evaluation", (("eval_*reward", "{} total reward"), ("eval_*rewards/*/mean", "{} {}")))
 
 
 # -- the page --
@@ -108,14 +108,14 @@ def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -
     """Label -> [step, value] points of a panel, without lines that have no value and shares that stay near 0."""
     lines: dict[str, list[list]] = {}
     for name, label in metrics:
-        pattern = re.compile(re.escape(name).replace(r"\*", "(.+)"))
+        pattern = re.compile(re.escape(name).replace(r"\*", "(.*)"))
         for key in dict.fromkeys(key for row in logs for key in row):
             found = pattern.fullmatch(key)
             values = [(row["step"], row.get(key)) for row in logs] if found else []
             numbers = [(step, value) for step, value in values if isinstance(value, (int, float)) and value == value]
             if numbers and (re.match(ALWAYS_DRAWN, name) or max(abs(value) for _, value in numbers) > SMALLEST):
-                text = label.format(*found.groups()).removesuffix("_reward_func")
-                lines[text] = [[step, float(f"{value:.6g}")] for step, value in numbers]
+                text = label.format(*found.groups()).removesuffix("_reward_func").replace("_ ", ": ")
+                lines[text.strip()] = [[step, float(f"{value:.6g}")] for step, value in numbers]
     return lines
 
 
@@ -166,14 +166,15 @@ def curves(runs: list[Run]) -> dict[str, Any]:
     """The panels of curves of these runs, of their logged training steps and evaluations."""
     logs, panels = [read_metrics(run.folder) for run in runs], []
     for title, metrics in (*PANELS, EVALUATION):
-        kind = "eval_reward" if title == EVALUATION[0] else "reward"
+        is_test = title == EVALUATION[0]
+        shown = [[row for row in rows if (evaluation_prefix(row) if is_test else "reward" in row)] for rows in logs]
         lines = [
             {"label": label, "run": number, "points": points}
-            for number, rows in enumerate(logs)
-            for label, points in lines_of([row for row in rows if kind in row], metrics).items()
+            for number, rows in enumerate(shown)
+            for label, points in lines_of(rows, metrics).items()
         ]
         if lines:
-            panels.append({"title": title, "lines": lines, "mode": kind.removesuffix("reward")})
+            panels.append({"title": title, "lines": lines, "mode": "eval_" * is_test})
     for axis, (name, title) in itertools.product(("turn", "depth"), BY_DEPTH.items()):
         lines = []
         for number, rows in enumerate(logs):

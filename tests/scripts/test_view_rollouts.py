@@ -261,10 +261,8 @@ def test_what_panels_show_and_leave_out(tmp_path):
     ]  # fmt: skip
     shares = {"stop/answered": 0.9, "stop/max_turns": 0.001, "rewards/calls/mean": 0.5, "rewards/calls/std": 0.1}
     logs = [{"step": n, "reward": n / 10, "rewards/match_reward_func/mean": math.nan, **shares} for n in (1, 2)]
-    logs += [
-        {"step": 2, "train_runtime": 3.0},
-        {"step": 2, "eval_reward": 0.25, "eval_rewards/a_reward_func/mean": 0.75},
-    ]
+    tests = {"eval_reward": 0.25, "eval_rewards/a_reward_func/mean": 0.75}, {"eval_hard_reward": 0.5}
+    logs += [{"step": 2, **log} for log in ({"train_runtime": 3.0}, *tests)]
     write_metrics(write_log(tmp_path, rows()), logs)
     panels = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
     assert [
@@ -272,7 +270,7 @@ def test_what_panels_show_and_leave_out(tmp_path):
     ] == [
         ("Rewards", "", {"total reward": [[1, 0.1], [2, 0.2]], "calls": [[1, 0.5], [2, 0.5]]}),
         ("Stop reasons", "", {"answered": [[1, 0.9], [2, 0.9]]}),
-        ("Evaluation", "eval_", {"total reward": [[2, 0.25]], "a": [[2, 0.75]]}),
+        ("Evaluation", "eval_", {"total reward": [[2, 0.25]], "hard: total reward": [[2, 0.5]], "a": [[2, 0.75]]}),
     ]
 
 
