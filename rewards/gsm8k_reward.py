@@ -14,7 +14,7 @@ from calculator_reward import _answer, tool_execution_reward_func
 
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _LATEX = re.compile(r"\\(?:text|math)(?:bf|rm|it)?\b|\\(?=[$%])|\\!|[{}]")  # around 42\text{ apples}, 1{,}800
-_SPACES = re.compile(r"\\(?:[,;: ]|quad\b)|~")
+_SPACES = re.compile(r"\\(?:[,;: ]|quad)|~")
 _MARKS = re.compile(r"\A(?:\*\*|\\[(\[]|\$\$|`)\s*|\s*(?:\*\*|\\[)\]]|\$\$|`)(?=\.?\Z)")  # **42**, \(42\), `42`
 _SIGN = r"([-−]?\s*(?:[$€£]\s*)?|[$€£]\s*[-−])"
 _AMOUNT = re.compile(_SIGN + r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*[$€£%]*/?(.*)", re.DOTALL)

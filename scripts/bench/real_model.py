@@ -299,7 +299,7 @@ def compared(methods: dict[str, list[dict[str, Any]]], again: dict[str, Any]) ->
 
 def costs(runs: list[dict[str, Any]]) -> str:
     """The steps, tokens and minutes of the runs, the machines and the commits, as a sentence."""
-    minutes, tokens = [row["seconds"] / 60 for row in runs if row["seconds"]], [row["num_tokens"] for row in runs]
+    minutes, tokens = [row["seconds"] / 60 for row in runs if row.get("seconds")], [row["num_tokens"] for row in runs]
     places = [run["machine"] for run in runs]
     machines = {of.get("gpu") or f"{of['cores']} cores ({of['cpu']})": None for of in places}
     memory = [row["gib"] for row in runs if "gib" in row]

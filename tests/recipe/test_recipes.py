@@ -137,7 +137,7 @@ def test_the_papers_recipe_and_the_launchers_files():
     assert {key: recipe[key] for key in PAPER} == PAPER
     files = {path.stem: load_config_from_file(str(path)) for path in LAUNCHERS}
     assert {name: file.distributed_type.value for name, file in files.items()} == {
-        "cpu": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED",
+        "cpu": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "one": "NO", "zero3": "DEEPSPEED",
     }  # fmt: skip
     assert files["zero3"].deepspeed_config["zero_stage"] == 3 and files["fsdp2"].fsdp_config["fsdp_version"] == 2
     assert files["cpu"].use_cpu and files["cpu"].num_processes == 2
