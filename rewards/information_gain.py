@@ -2,7 +2,7 @@
 
 Recipe: `reward_fn: rewards/information_gain.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`,
 a list of accepted answers, or one. The turn reward is computed with the policy itself (parameter `policy`), so the
-task needs no turn rewards of its own (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). Constants: below.
+task needs no turn rewards of its own (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). Edit a copy's constants.
 
 A turn's results are compared with empty results in the same context. Compared with the context before the turn, most
 searches of a weak policy would get a negative reward, since a useless passage distracts it, which would reward not
