@@ -25,7 +25,7 @@ Environment:
     PYTHON                the interpreter of everything that is started (default: the one that runs this file)
 
 These are started, each in a session of its own: the checks (launch_plan.py), the servers and the trainer.
-Before them starts the keeper (keeper.py), which ends all of them when this process is gone, which imports no torch.
+Before them starts the keeper (keeper.py), which ends all of them when this process, which imports no torch, is gone.
 """
 
 import contextlib
