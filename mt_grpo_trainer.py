@@ -58,7 +58,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.base.errors import RunError, ServerError
-from mt_grpo.base.event_loop import gather_all
+from mt_grpo.base.event_loop import gather_all, run_to_exit
 from mt_grpo.base.files import output_lock
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
 from mt_grpo.conversation.conversations import (
@@ -1247,4 +1247,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_exit(main)

@@ -89,7 +89,7 @@ def explain(config: str, row: int = 0, overrides: Iterable[str] = ()) -> GroupCr
             trainer._generate_and_score_completions(inputs)
         finally:
             trainer.close_client()
-        return collect(trainer, list(read_rollouts(folder)), row, recipe[0].train_from_rollouts)
+        return collect(trainer, list(read_rollouts(folder)), row, getattr(recipe[0], "train_from_rollouts", None))
 
 
 def group_recipe(config: str, overrides: list[str], output_dir: str) -> Recipe:

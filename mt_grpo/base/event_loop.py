@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import concurrent.futures.thread
+import os
 import resource
+import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
+EXIT_SECONDS = 60  # that threads may take at the end of the process
 LOOPS, STARTING = {}, threading.Lock()  # event loops by the names of their threads
 
 
@@ -77,3 +81,25 @@ def allow_many_open_files() -> None:
     wanted = 65_535 if hard == resource.RLIM_INFINITY else min(65_535, hard)
     with suppress(ValueError, OSError):  # where the system refuses, the old limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def run_to_exit(main: Callable[[], None]) -> None:
+    """Run a process's `main`. Afterwards a thread that hangs in a tool or a reward does not keep the process."""
+    code = 1
+
+    def leave() -> None:
+        while True:
+            time.sleep(EXIT_SECONDS)
+            pools = concurrent.futures.thread._threads_queues  # whose threads Python joins, too, daemons or not
+            if names := [t.name for t in threading.enumerate()[1:] if not t.daemon or t in pools]:
+                print(f"warning: threads still run, and are left: {', '.join(names)}", file=sys.stderr, flush=True)
+                os._exit(code)
+
+    try:
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        raise
+    finally:
+        threading.Thread(target=leave, daemon=True).start()

@@ -225,7 +225,11 @@ class Conversations(Limits):
     def close(self, states: list[Rollout] | None = None) -> None:
         """Close the environments of these conversations, or of all open ones if `states` is None."""
         if self.environments is not None:
-            for error in run_async(self.environments.close(states)):
+            try:
+                errors = run_async(self.environments.close(states), 2 * self.environment_timeout + 30.0)
+            except TimeoutError as error:  # a tool may block the loop for ever
+                errors = [error_line(error)]
+            for error in errors:
                 logger.warning(f"Closing an environment failed: {error}")
 
     def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:

@@ -81,6 +81,11 @@ def check_config(args: GRPOConfig) -> None:
         raise ValueError("accelerator_config: with split_batches some prompts would never be trained. Remove it.")
     if args.metric_for_best_model in ("loss", "eval_loss"):  # what transformers takes by default
         raise ValueError("metric_for_best_model: loss does not fall as the policy gets better. Set it to reward.")
+    if args.eval_strategy == "no" and (args.save_strategy == "best" or args.do_eval):
+        raise ValueError("eval_strategy: no: nothing is evaluated, nor saved as the best. Set eval_strategy: steps.")
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # in transformers both wait for a loss to fall
+        mode = "max" if args.greater_is_better else "min"
+        args.lr_scheduler_kwargs = {"mode": mode, **(args.lr_scheduler_kwargs or {})}
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo"):
         raise ValueError(f"optim={optimizer!r} steps inside each backward pass, of which a step here has several.")
@@ -132,8 +137,8 @@ def why_not_sampled(args: GRPOConfig) -> str | None:
 
 def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
     """Raise `ValueError` for keys that the backend ignores, or of which the loss does not know."""
-    for key in args.generation_kwargs or {}:
-        if key not in CUTS or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
+    for key, value in (args.generation_kwargs or {}).items():  # transformers fills None with a cut of its own
+        if key not in CUTS or value is None or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
             raise ValueError(
                 f"generation_kwargs: {key!r} is set by another key, is not known to the {backend} backend, or would "
                 "sample from another distribution than the policy's. Remove it."
@@ -291,7 +296,7 @@ def warn_without_state_keys(args: GRPOConfig, env: Any) -> None:
     if "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads and not has_keys:
         logger.warning(
             f"credit_assignment: {args.credit_assignment} without state keys credits turn 0 as turn_return does, and "
-            "a later turn by the outcome alone. Define STATE_KEY = function_of_the_turns in tools_script."
+            "a later turn, unless histories are equal, by the outcome alone. Define STATE_KEY = function in tools_script."
         )
 
 
@@ -325,6 +330,10 @@ def prepare_env(
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     share_limits(args, env)
+    if env.tokenizer and env.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            "env has the tokenizer of another model, such as a trainer before. Make one for each trainer."
+        )
     env.tokenizer = env.tokenizer or tokenizer
     if env.chat_template_kwargs and args.chat_template_kwargs not in (None, env.chat_template_kwargs):
         raise ValueError("chat_template_kwargs: the configuration and the environment have others. Give it to one.")

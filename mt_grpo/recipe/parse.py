@@ -92,7 +92,8 @@ OF_TRL = {
             "one pattern cannot fit tool turns and answer turns alike": ("vllm_structured_outputs_regex",),
             "its noise is drawn anew in the loss, which takes it for the policy's": ("neftune_noise_alpha",),
             "batches in the order of their readiness would mix prompts in a group": ("dataloader_in_order",),
-            "TRL's sampler reads only seed": ("data_seed",),
+            "TRL's sampler reads only seed": ("data_seed", "train_sampling_strategy"),
+            "TRL's loss does not read it": ("label_smoothing_factor",),
             "rows are read whole": ("dataset_streaming",),
             "train a LoRA on bf16 weights": ("load_in_8bit", "load_in_4bit"),
         },
@@ -209,7 +210,11 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     Raises `ValueError` for an unknown key or a value of a wrong type.
     """
     text = Path(path).read_text(encoding="utf-8")
-    known = known_keys(classes) | {"env": dict[str, str | int | float | bool], "include": str}
+    known = known_keys(classes) | {
+        "env": dict[str, str | int | float | bool],
+        "include": str,
+        "scale_rewards": str | bool,
+    }
     try:
         recipe = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:

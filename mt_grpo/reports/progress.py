@@ -8,6 +8,7 @@ import shlex
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ class ProgressLine(TrainerCallback):
     def say(self, text: str) -> None:
         """Print a text."""
         self.printed = time.monotonic()
-        print(text, flush=True)
+        with suppress(OSError):  # nobody reads any more, or the disk is full: the run goes on
+            print(text, flush=True)
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(self.QUIET_SECONDS / 10):

@@ -33,6 +33,7 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights, slots_of
 from mt_grpo.images.pictures import TOWER, is_picture, reader_of, share_marks
+from mt_grpo.recipe.data import with_prompts
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.run.checkpoints import (
     RUN_RECORD,
@@ -83,6 +84,7 @@ class WeightCounter(TrainerCallback):
 class ResumableTrainer(GRPOTrainer):
     """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed."""
 
+    reads_more_than_advantages = False  # whether the loss has a term that is not 0 where all advantages are
     FP16_SKIPS = 50  # steps in a row, which fp16's scaler skips; from 65,536 a scale is 1 after 16 of them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
@@ -164,8 +166,9 @@ class ResumableTrainer(GRPOTrainer):
             if checkpoint is not None and not self.is_deepspeed_enabled and Path(checkpoint, "latest").is_file():
                 raise ValueError("its optimizer is DeepSpeed's. Launch with hf_recipes/accelerate/zero3.yaml")
             if checkpoint is not None and not self._is_sharded:
+                expected = self.optimizer.defaults.keys() - {"differentiable"}  # which torch adds as it loads
                 for group in self.optimizer.param_groups:  # torch compares only the numbers of parameters
-                    if lacking := sorted(self.optimizer.defaults.keys() - group.keys()):
+                    if lacking := sorted(expected - group.keys()):
                         raise ValueError(f"optim is another one, whose state lacks {', '.join(lacking)}")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -234,23 +237,26 @@ class ResumableTrainer(GRPOTrainer):
             self.args.save_only_model = False  # of which nothing could be continued
             try:
                 self._save_checkpoint(self.model, trial=None)
-            except NotFinite as error:
+            except Exception as error:  # NotFinite, or the disk is full: why the run stopped has to be said
                 return f"{error} {self._last_saved()}"
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
         return f"The run is saved at step {step}. {self._last_saved()}"
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """A context in which SIGTERM and Ctrl-C raise `RunStopped`, in rollouts or after the optimizer step."""
+        """A context in which SIGTERM, SIGHUP and Ctrl-C raise `RunStopped`, in rollouts or after the optimizer step."""
 
         def handle(signum, frame):
+            if os.getpid() != process:  # a child that a tool forked, and ends
+                os._exit(128 + signum)
             if self._stop_signal is None:  # launchers send the first one twice
                 self._stop_signal = signum
                 logger.warning(f"Got {signal.Signals(signum).name}: the run stops before the next optimizer step.")
                 if self._interruptible:
                     raise KeyboardInterrupt  # many rewards catch any `Exception`
 
-        previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        process, signals = os.getpid(), [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        previous = {s: signal.signal(s, handle) for s in signals if signal.getsignal(s) is not signal.SIG_IGN}
         try:
             yield
         finally:
@@ -319,13 +325,14 @@ class ResumableTrainer(GRPOTrainer):
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: self.in_flight.epoch)
 
-    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` that does not change training: random numbers, and the mode that `log` goes by."""
         before, training = get_rng_state(), self.model.training
         self._of_data = str(kwargs.get("metric_key_prefix", "eval")).removeprefix("eval").removeprefix("_")
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
-            return super().evaluate(*args, **kwargs)
+            data = with_prompts(eval_dataset, "eval_dataset", self.env.environments is None)
+            return super().evaluate(data, *args, **kwargs)
         except BaseException:
             logger.warning(f"The evaluation of step {self.state.global_step} ends here. A resumed run skips it.")
             self.in_flight.cancel()
@@ -418,7 +425,7 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
-            logger.error("training stopped", exc_info=error.__cause__)
+            logger.error(f"training stopped: {error}", exc_info=error.__cause__)
             failed, trained = f"error: {error}", not isinstance(error, CheckpointError)
         if failed:  # here, where no frame of the error holds the activations of a pass that did not fit
             sys.exit(f"{failed}\n{trainer.save_where_it_stopped()}" if trained else failed)

@@ -23,6 +23,9 @@ def credit_estimator(name: str, function: Callable, *, reads: tuple[str, ...] = 
     `state`: a setting that it does not read is refused, and state keys are filled for those that read them. `per_turn`
     says whether the turns of a rollout can get different advantages.
     """
+    before = CREDIT_ASSIGNMENTS.get(name, function)
+    if before.__module__ != function.__module__:
+        tell_once(f"credit_assignment: {name} is {function.__module__}'s from now on, not {before.__module__}'s.")
     function.reads, function.per_turn = frozenset(reads), per_turn
     CREDIT_ASSIGNMENTS[name] = function
 

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
+from mt_grpo.base.errors import RunError
 from mt_grpo.images.pictures import Picture, is_picture, pictures_in
 from mt_grpo.rollout import join
 from mt_grpo.training.batch import FURTHER_RECORDS, Row, compares_tokens, most_of_ranks, row_of
@@ -309,8 +310,8 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
 
 def without_signal(trainer: Any, rows: list[TrainedRow]) -> set[int | None]:
     """The groups in training in which all trained tokens have the advantage 0, so that their loss has no gradient."""
-    if not trainer.model.training or trainer.beta or trainer.aux_loss_enabled:
-        return set()  # with a KL term or a router's loss it is not
+    if not trainer.model.training or trainer.beta or trainer.aux_loss_enabled or trainer.reads_more_than_advantages:
+        return set()  # with a KL term, a router's loss or a term of a fork's it is not
     moves = [(row.values["advantages"].cpu() * torch.tensor(row.trained)).any() for row in rows]
     return {row.group for row in rows if row.own} - {row.group for row, each in zip(rows, moves) if each}
 
@@ -404,7 +405,11 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
                 trainer.layout.forget_masks()
             else:
                 with torch.no_grad():
-                    total += trainer.compute_loss(model, each)
+                    total += (loss := trainer.compute_loss(model, each))
+                if each.is_quiet and abs(loss) > 0:
+                    raise RunError(
+                        "The loss is not 0 without advantages: set reads_more_than_advantages in its class."
+                    )
         keep_in_buckets(model)
         return total + trainer.compute_loss(model, last)
     finally:

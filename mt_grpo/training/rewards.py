@@ -141,7 +141,11 @@ class RewardFunctions:
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = max(1, most_of_ranks(max(len(rollout.turns) for rollout in batch.rollouts), accelerator))
         only = [True] * len(batch.rollouts) if fresh is None else batch.own(fresh).tolist()
-        columns = {"trainer_state": trainer.state, "log_extra": batch.add_extra, "log_metric": trainer._log_metric}
+        columns = {
+            "trainer_state": trainer.state,
+            "log_extra": batch.add_extra,
+            "log_metric": lambda name, value: trainer._log_metric(name, float(value)),
+        }
         if "policy" in asked_of(self.functions) - column_lists(batch.rows, batch.data).keys():
             columns["policy"] = policy_of(trainer)
 
@@ -346,28 +350,30 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float) 
 def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any:
     """Call a function on a copy of its columns. It may return an awaitable, which is then awaited.
 
-    At the limit a signal interrupts it once. If it goes on, or stays in C, `faulthandler` prints where it hangs after
-    `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever.
+    At the limit a signal interrupts it, again and again. If it goes on, or stays in C, `faulthandler` prints where it
+    hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever.
     """
-    began, runs = time.monotonic(), True
+    began, over, thread = time.monotonic(), threading.Event(), threading.get_ident()
 
     def interrupt(signum: int, frame: Any) -> None:
-        if runs:
+        if not over.is_set():
             raise OutOfTime
 
+    def interrupt_until_over() -> None:
+        wait = min(timeout, threading.TIMEOUT_MAX)
+        while not over.wait(wait):
+            signal.pthread_kill(thread, WAKE)
+            wait = 0.1  # a loop that asks again catches one, and is left by the next one, before it asks
+
     arguments = own_copy(columns)
-    limit = threading.Timer(min(timeout, threading.TIMEOUT_MAX), signal.pthread_kill, [threading.get_ident(), WAKE])
-    limit.daemon = True
     signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
     faulthandler.dump_traceback_later(min(timeout, 1e9) + GRACE, exit=True, file=2)
     try:
         try:
-            limit.start()
+            threading.Thread(target=interrupt_until_over, daemon=True).start()
             returned = func(**arguments)
         finally:
-            runs = False
-            limit.cancel()
-            faulthandler.cancel_dump_traceback_later()
+            over.set()
         if time.monotonic() - began > timeout:  # it caught the interruption, and returns what it gives to any failure
             raise OutOfTime
     except OutOfTime:
@@ -376,6 +382,9 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any
         raise
     except BaseException as error:  # such as SystemExit, which would end the run without a word, and without a save
         raise RuntimeError(error_line(error)) from error
+    finally:
+        over.set()  # again: the interruption may come in the first one's place
+        faulthandler.cancel_dump_traceback_later()
     if not inspect.isawaitable(returned):
         return returned
     rest = functools.update_wrapper(lambda: returned, func)  # `run_tool` awaits what it returns

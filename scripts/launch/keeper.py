@@ -5,7 +5,7 @@
 The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
 input the launcher tells what it starts, a line `process NAME PID` for the first process of each session. The pipe
 reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every process
-with MARK in its environment, gets a SIGTERM, and after SECONDS, or `GRACE` after the trainer has ended, a SIGKILL. Of
+with MARK in its environment, gets a SIGTERM, and `GRACE` later a SIGKILL, but the trainer after SECONDS. Of
 libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import psutil
 
 MARK = "MT_GRPO_LAUNCH"  # the environment variable that names the launch
-GRACE = 30  # seconds that a server has after the trainer: vLLM is deaf to SIGTERM while it has requests
+GRACE = 30  # seconds that a server has: vLLM is deaf to SIGTERM while it has requests, and the trainer waits for it
 Leader = tuple[str, psutil.Process]  # (what it is, the first process of a session)
 
 
@@ -47,7 +47,7 @@ def living(leaders: list[Leader], mark: str) -> list[psutil.Process]:
 
 
 def end(leaders: list[Leader], mark: str, seconds: float) -> None:
-    """End all processes of the launch: the trainer within `seconds`, servers `GRACE` after it at the latest."""
+    """End all processes of the launch: servers in `GRACE` seconds, the trainer, which saves itself, in `seconds`."""
 
     def signal_all(method: str) -> None:
         for process in left:  # psutil makes sure that a number is not another process's
@@ -60,12 +60,12 @@ def end(leaders: list[Leader], mark: str, seconds: float) -> None:
         names = names or ["processes that were left behind"]
         say(f"stopping the {' and the '.join(names)}")
     signal_all("terminate")
+    servers = [leader for leader in leaders if leader[0] == "server"]
     others = [leader for leader in leaders if leader[0] != "server"]
-    began = seen = time.monotonic()
-    while (left := living(leaders, mark)) and time.monotonic() < began + seconds + 10:
-        if living(others, ""):  # the trainer's, which saves itself
-            seen = time.monotonic()
-        if time.monotonic() > min(began + seconds, seen + GRACE):
+    began = time.monotonic()
+    while (left := living(leaders, mark)) and (took := time.monotonic() - began) < seconds + 10:
+        if took > min(GRACE, seconds):
+            left = living(servers, "") if took < seconds and living(others, "") else left
             signal_all("kill")
         time.sleep(0.2)
     if left:

@@ -57,7 +57,8 @@ PROGRAM = "train"  # of scripts/, in messages; serve.py has its own
 
 
 def say(text: str) -> None:
-    print(f"{PROGRAM}: {text}", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads any more, or the disk is full: the launch goes on
+        print(f"{PROGRAM}: {text}", flush=True)
 
 
 def fail(message: str, status: int) -> NoReturn:
