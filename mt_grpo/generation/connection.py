@@ -288,7 +288,8 @@ class ServerConnection:
         limits = [params.pop(key, None) for key in ("max_completion_tokens", "max_tokens")]
         rendering = {"add_generation_prompt": True, "return_dict": False}
         rendering |= params.pop("chat_template_kwargs", None) or {}
-        rendering |= {key: params.pop(key) for key in ("reasoning_effort",) if key in params}
+        if "reasoning_effort" in params:
+            rendering["reasoning_effort"] = params.pop("reasoning_effort")
         prompts = [self.tokenizer.apply_chat_template(messages, **rendering) for messages in messages_list]
         limit = next(filter(None, limits), None)
         asked = [self.generate(ids, limit or self.max_model_len - len(ids), params) for ids in prompts]

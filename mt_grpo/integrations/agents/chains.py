@@ -236,7 +236,7 @@ class Chains:
             turn.trained = each.request.trained and each.received
             if not each.received:
                 turn.info["received"] = False
-            if parent is not None and each is min(parent.children, key=first_of_record):
+            if parent is not None and each is min(parent.children, key=lambda c: (not c.request.trained, c.number)):
                 ids = [call["id"] for call in each.request.messages[len(parent.keys) - 1].get("tool_calls") or []]
                 take_results(parent.turn, ids, each.said)
             else:
@@ -265,11 +265,6 @@ class Chains:
                     turn.went_on = True
                     if not turn.results:
                         take_results(turn, ids, [said for said in further if said.get("tool_call_id") in ids])
-
-
-def first_of_record(each: Completion) -> tuple[bool, int]:
-    """A sort key: the smallest of several completions continues the record of their parent."""
-    return not each.request.trained, each.number
 
 
 def take_results(turn: Turn, ids: list[str], messages: list[Message]) -> None:
