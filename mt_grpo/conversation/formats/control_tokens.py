@@ -108,10 +108,7 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
 
 def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
     """Break the control tokens in all texts of a JSON value, including keys (see `neutralise`)."""
-
-    def clean(each: Any) -> Any:
-        return neutralise_json(each, tokenizer, forbidden)
-
+    clean = functools.partial(neutralise_json, tokenizer=tokenizer, forbidden=forbidden)
     if isinstance(value, str):
         return neutralise(value, tokenizer, forbidden)
     if isinstance(value, dict):

@@ -74,9 +74,10 @@ def read_conversation(
             raise refuse(f"messages[{k}].role", f"got {role!r:.100}, expected user, assistant or system.")
         if role == "system":
             text = system_text(content, param)
-            if later_systems and text:
+            if not later_systems:
+                first += text
+            elif text:
                 read.append({"role": "system", "content": text})
-            first += "" if later_systems else text
         elif isinstance(content, str):
             read.append({"role": role, "content": contents.text(content, param)})
         else:
