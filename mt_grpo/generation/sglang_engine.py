@@ -166,9 +166,8 @@ class SGLang(VLLM):
         prompt = payload["prompt"]
         body = {**self._body({**payload, "max_tokens": 0}, vocab_size), "logprob_start_len": 0}
         ids = with_placeholders(prompt)
-        placeholder = next((ids[i] for i, token in enumerate(prompt) if is_picture(token)), None)
-        if placeholder is not None:  # the tokens of images are called by other ids in the answer
-            body["token_ids_logprob"] = [placeholder]
+        if pictures := pictures_in(prompt):  # their tokens are called by other ids in the answer
+            body["token_ids_logprob"] = [pictures[0].placeholder]
 
         def read(answer: dict[str, Any]) -> list[float]:
             meta = answer["meta_info"]
