@@ -203,7 +203,7 @@ class ServerConnection:
         asked = self.policy_version
         self._open[id(body)] = body
         try:
-            generation = await self._post(path, body, read)
+            generation = await run_on_thread(self._post(path, body, read), LOOP_THREAD)
         finally:
             del self._open[id(body)]
         if generation.policy_versions is not None:  # the engine says of each token which weights sampled it
@@ -234,10 +234,7 @@ class ServerConnection:
         return self._session
 
     async def _post(self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
-        return await run_on_thread(self._post_again(path, payload, read), LOOP_THREAD)
-
-    async def _post_again(self, path: str, payload: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
-        """POST a request. Returns `read` of the JSON answer.
+        """POST a request, on the background loop. Returns `read` of the JSON answer.
 
         It is sent again, with backoff, until `self.timeout` seconds after its first failure (no connection, 429, 5xx,
         a timeout), or until `BAD_ANSWERS` in a row are no JSON, or none for `read`.
@@ -291,7 +288,8 @@ class ServerConnection:
         limits = [params.pop(key, None) for key in ("max_completion_tokens", "max_tokens")]
         rendering = {"add_generation_prompt": True, "return_dict": False}
         rendering |= params.pop("chat_template_kwargs", None) or {}
-        rendering |= {key: params.pop(key) for key in ("reasoning_effort",) if key in params}
+        if "reasoning_effort" in params:
+            rendering["reasoning_effort"] = params.pop("reasoning_effort")
         prompts = [self.tokenizer.apply_chat_template(messages, **rendering) for messages in messages_list]
         limit = next(filter(None, limits), None)
         asked = [self.generate(ids, limit or self.max_model_len - len(ids), params) for ids in prompts]

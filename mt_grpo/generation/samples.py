@@ -6,7 +6,8 @@ There an image has one placeholder, which vLLM replaces with as many as the imag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mt_grpo.images.pictures import is_picture, pictures_in, runs_of, with_placeholders
@@ -34,6 +35,17 @@ class HalfLoaded(BadAnswer):
     """A sample of weights that are only partly loaded. The next answer may be valid."""
 
 
+@contextmanager
+def reading(answer: dict[str, Any], lacks: str = "no token ids") -> Iterator[None]:
+    """Context manager in which an answer without the expected fields raises `BadAnswer`."""
+    try:
+        yield
+    except BadAnswer:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
+        raise BadAnswer(f"{lacks}: {str(answer)[:500]}") from None
+
+
 class Question(NamedTuple):
     """A request, and a function that reads its answer. `read` raises `BadAnswer` for an invalid answer."""
 
@@ -52,14 +64,12 @@ def read_completion(
     answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
 ) -> Generation:
     """Read the sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on."""
-    try:
+    with reading(answer):
         choice = answer["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         num_read, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
         prompt_ids = choice.get("prompt_token_ids")
         saw = None if prompt_ids is None else hash_of_ids(prompt_ids)
-    except (LookupError, TypeError, ValueError, OverflowError):
-        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     valid = (
         type(token_ids) is type(logprobs) is list
         and 0 < len(token_ids) == len(logprobs) <= max_tokens
@@ -138,12 +148,10 @@ def read_generated(
 ) -> Generation:
     """Read the sample in an answer of `GENERATE`. Arguments and errors are those of `read_completion`."""
     check_what_it_read(answer, prompt)
-    try:
+    with reading(answer):
         choice = answer["choices"][0]
         entries = choice["logprobs"]["content"]
         sampled, logprobs = [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
-    except (LookupError, TypeError):
-        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if sampled != choice.get("token_ids"):
         raise BadAnswer(f"logprobs belong to the ids {sampled[:5]}..., expected {str(choice.get('token_ids'))[:50]}")
     choice = {**choice, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": prompt}
@@ -158,10 +166,8 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
         if is_picture(run[0]):
             expected.append({"offset": start, "length": len(run)})
         start += len(run)
-    try:
+    with reading(answer, "the answer does not say what the server read"):
         ids, places = answer["prompt_token_ids"], answer["mm_placeholders"]["image"]
-    except (KeyError, TypeError):
-        raise BadAnswer(f"the answer does not say what the server read: {str(answer)[:500]}") from None
     if places != expected:
         how = "Start it with the model's own tokenizer and image settings, without --mm-processor-kwargs"
         raise BadAnswer(f"the server reads images at {places}, expected {expected}. {how}")

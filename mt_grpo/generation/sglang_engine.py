@@ -25,6 +25,7 @@ from mt_grpo.generation.samples import (
     number_of_version,
     once_per_image,
     read_completion,
+    reading,
 )
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.images.pictures import is_picture, pictures_in, with_placeholders
@@ -82,13 +83,11 @@ def check_what_was_read(seen: Any, prompt: list[int]) -> None:
 
 def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None) -> Generation:
     """Read the sample in an answer of `/generate`. Raises `BadAnswer` for one that cannot be trained on."""
-    try:
+    with reading(answer):
         meta, ids, seen = answer["meta_info"], answer["output_ids"], answer["prompt_token_ids"]
         entries = meta["output_token_logprobs"]
         logprobs, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
         finish, read, versions = meta["finish_reason"]["type"], meta["prompt_tokens"], versions_of_answer(meta)
-    except (LookupError, TypeError, AttributeError):
-        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if ids != named:
         raise BadAnswer(f"logprobs belong to the ids {named[:5]}..., expected {str(ids)[:50]}...")
     check_what_was_read(seen, prompt)
@@ -157,11 +156,7 @@ class SGLang(VLLM):
 
     def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
         prompt, limit = payload["prompt"], payload["max_tokens"]
-        body = {
-            **self._body(forbidding(payload, unsampled), vocab_size),
-            "return_logprob": True,
-            "return_prompt_token_ids": True,
-        }
+        body = self._body(forbidding(payload, unsampled), vocab_size)
         # A server in deterministic mode gives all requests without a seed the same one, and so all rollouts of a group
         # the same tokens.
         body["sampling_params"]["sampling_seed"] = secrets.randbelow(2**31)
@@ -169,12 +164,10 @@ class SGLang(VLLM):
 
     def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
         prompt = payload["prompt"]
-        body = self._body({**payload, "max_tokens": 0}, vocab_size) | {"return_logprob": True, "logprob_start_len": 0}
-        body["return_prompt_token_ids"] = True
+        body = {**self._body({**payload, "max_tokens": 0}, vocab_size), "logprob_start_len": 0}
         ids = with_placeholders(prompt)
-        placeholder = next((ids[i] for i, token in enumerate(prompt) if is_picture(token)), None)
-        if placeholder is not None:  # the tokens of images are called by other ids in the answer
-            body["token_ids_logprob"] = [placeholder]
+        if pictures := pictures_in(prompt):  # their tokens are called by other ids in the answer
+            body["token_ids_logprob"] = [pictures[0].placeholder]
 
         def read(answer: dict[str, Any]) -> list[float]:
             meta = answer["meta_info"]
@@ -197,7 +190,9 @@ class SGLang(VLLM):
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]
         check_sent_ids(prompt, vocab_size)
-        body = {"extra_key": payload["cache_salt"]} if "cache_salt" in payload else {}
+        body = {"return_logprob": True, "return_prompt_token_ids": True}
+        if "cache_salt" in payload:
+            body["extra_key"] = payload["cache_salt"]
         if images := [picture.data_uri for picture in pictures_in(prompt)]:
             body["image_data"] = images
         return {**body, "input_ids": once_per_image(prompt), "sampling_params": sampling_of(payload)}

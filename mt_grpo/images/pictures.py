@@ -149,7 +149,7 @@ def with_placeholders(ids: list[int]) -> list[int]:
 
 def held_by(tensors: Iterable[Any]) -> list[Picture]:
     """The images whose ids stand in tensors. Tensors do not hold them: whoever keeps the list does."""
-    found = {int(token) for tensor in tensors for token in tensor[tensor >= FIRST_ID].unique().tolist()}
+    found = {token for tensor in tensors for token in tensor[tensor >= FIRST_ID].unique().tolist()}
     return [picture_of(token) for token in sorted(found)]
 
 

@@ -34,15 +34,16 @@ class StopsAt:
         params = {**sampling_params, "stop": [*sampling_params.get("stop", []), *self._stops]}
         sampled = await self._llm.generate(prompt_ids, max_tokens, params, index)
         ids = sampled.token_ids
-        size = bisect.bisect_left(range(len(ids) + 1), True, key=lambda size: self._has_stop(ids[:size]))
+
+        def has_stop(size: int) -> bool:
+            text = self._text_of(ids[:size])
+            return any(stop in text for stop in self._stops)
+
+        size = bisect.bisect_left(range(len(ids) + 1), True, key=has_stop)
         if size > len(ids):
             return sampled
         logprobs = sampled.logprobs and sampled.logprobs[:size]
         return dataclasses.replace(sampled, token_ids=ids[:size], logprobs=logprobs, finish_reason="stop")
-
-    def _has_stop(self, ids: list[int]) -> bool:
-        text = self._text_of(ids)
-        return any(stop in text for stop in self._stops)
 
 
 def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class HermesFormat(ChatFormat):
         """A tool's JSON schema without control tokens. Raises `ValueError` for one in a name (`check_names`)."""
         schema = tool_schema(name, tool)
         forbidden = forbidden_in(getattr(tool, "origin", Origin.OUTSIDE), "tool", self.tokenizer)
-        check_names([name, *parts_of_schema(schema["function"].get("parameters"))[0]], forbidden)
+        check_names(schema["function"], forbidden)
         return neutralise_json(schema, self.tokenizer, forbidden)
 
     def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:

@@ -108,10 +108,7 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
 
 def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
     """Break the control tokens in all texts of a JSON value, including keys (see `neutralise`)."""
-
-    def clean(each: Any) -> Any:
-        return neutralise_json(each, tokenizer, forbidden)
-
+    clean = functools.partial(neutralise_json, tokenizer=tokenizer, forbidden=forbidden)
     if isinstance(value, str):
         return neutralise(value, tokenizer, forbidden)
     if isinstance(value, dict):
@@ -119,10 +116,10 @@ def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: r
     return list(map(clean, value)) if isinstance(value, (list, tuple)) else value
 
 
-def check_names(names: Iterable[str], forbidden: re.Pattern) -> None:
-    """Raise `ValueError` if the name of a tool (the first name) or of its parameters contains a control token."""
-    tool, *parameters = names
-    for name in (tool, *parameters):
+def check_names(function: dict[str, Any], forbidden: re.Pattern) -> None:
+    """Raise `ValueError` if the name of a tool (as its schema says it) or of a parameter contains a control token."""
+    tool, parameters = function["name"], function.get("parameters") or {}
+    for name in (tool, *(parameters.get("properties") or {})):
         if found := forbidden.search(name):
             raise ValueError(
                 f"Tool {tool!r}: the name {name!r} holds the control token {found[0]!r} of the model, which would "

@@ -210,8 +210,7 @@ def describe_tools(tools: dict[str, Callable], tokenizer: Any = None) -> str:
         text = "\n".join([f"{name}{signature_of(tool)}", *lines, inspect.getdoc(tool)])
         if tokenizer is not None:
             forbidden = forbidden_in(Origin.OUTSIDE, "tool", tokenizer)
-            properties, *_ = parts_of_schema(tool_schema(name, tool)["function"].get("parameters"))
-            check_names([name, *properties], forbidden)
+            check_names(tool_schema(name, tool)["function"], forbidden)
             text = neutralise(text, tokenizer, forbidden)
         texts.append(text)
     return "\n\n".join(texts)

@@ -74,9 +74,10 @@ def read_conversation(
             raise refuse(f"messages[{k}].role", f"got {role!r:.100}, expected user, assistant or system.")
         if role == "system":
             text = system_text(content, param)
-            if later_systems and text:
+            if not later_systems:
+                first += text
+            elif text:
                 read.append({"role": "system", "content": text})
-            first += "" if later_systems else text
         elif isinstance(content, str):
             read.append({"role": role, "content": contents.text(content, param)})
         else:
@@ -97,7 +98,7 @@ def system_text(system: Any, param: str) -> str:
     return "".join(text for text in texts if not text.startswith(BILLING))
 
 
-def parts_of(block: Any, param: str, contents: Contents) -> list[dict[str, Any]]:
+def parts_of(block: Any, param: str) -> list[dict[str, Any]]:
     """A block of text or an image as parts of a content. An empty text is none. Raises `ApiError`."""
     kind = expect(block, dict, param).get("type")
     if kind == "text":
@@ -119,7 +120,7 @@ def user_messages(blocks: list[Any], param: str, contents: Contents) -> list[Mes
         if expect(block, dict, f"{param}[{k}]").get("type") == "tool_result":
             read += result_messages(block, f"{param}[{k}]", contents)
         else:
-            parts += parts_of(block, f"{param}[{k}]", contents)
+            parts += parts_of(block, f"{param}[{k}]")
     return [*read, {"role": "user", "content": contents.text(parts, param)}] if parts else read
 
 
@@ -132,7 +133,7 @@ def result_messages(block: dict[str, Any], param: str, contents: Contents) -> li
         if expect(each, dict, param).get("type") == "text":
             texts.append(expect(each.get("text"), str, f"{param}.content[{k}].text"))
         else:
-            images += parts_of(each, f"{param}.content[{k}]", contents)
+            images += parts_of(each, f"{param}.content[{k}]")
     failed = {"failed": True} if expect(block.get("is_error") or False, bool, f"{param}.is_error") else {}
     text = contents.text("\n".join(texts), param)
     read: list[Message] = [{"role": "tool", "content": text, "tool_call_id": call_id, **failed}]
@@ -153,7 +154,7 @@ def assistant_messages(blocks: list[Any], param: str, contents: Contents) -> lis
             arguments = expect(block.get("input"), dict, f"{param_of_block}.input")
             calls.append(tool_call(call_id, name, json.dumps(arguments)))
         elif kind != "redacted_thinking":
-            parts += parts_of(block, param_of_block, contents)
+            parts += parts_of(block, param_of_block)
     message: Message = {"role": "assistant", "content": contents.text(parts, param)}
     if thinking:
         message["reasoning_content"] = thinking

@@ -168,10 +168,7 @@ class Completion(Sampled):
         return given[1] in texts
 
 
-@functools.lru_cache(maxsize=64)  # a program sends its tools with each request
-def tools_of(tools: str) -> str:
-    """A request's tools, as JSON, in one way of writing them."""
-    return same_json(tools)
+same_tools = functools.lru_cache(maxsize=64)(same_json)  # a program sends its tools with each request
 
 
 class Chains:
@@ -192,7 +189,7 @@ class Chains:
 
         An assistant's message that was not sampled here is one that the policy never wrote: it has to be rendered.
         """
-        tools = tools_of(json.dumps(request.tools))
+        tools = same_tools(json.dumps(request.tools))
         # Where a program never sends thinking back, its lack says nothing.
         self.sends_thinking = self.sends_thinking or any(each.get("reasoning_content") for each in request.messages)
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
@@ -213,7 +210,7 @@ class Chains:
     def add(self, completion: Completion) -> None:
         """Add an answered request. Its answer is compared as the agent will send it."""
         completion.keys = self.keys_of([*completion.messages, completion.answer.message])
-        completion.tools = tools_of(json.dumps(completion.request.tools))
+        completion.tools = same_tools(json.dumps(completion.request.tools))
         bisect.insort(self.completions, completion, key=lambda each: each.number)
         if completion.parent is not None:
             completion.parent.children.append(completion)
@@ -239,7 +236,7 @@ class Chains:
             turn.trained = each.request.trained and each.received
             if not each.received:
                 turn.info["received"] = False
-            if parent is not None and each is min(parent.children, key=first_of_record):
+            if parent is not None and each is min(parent.children, key=lambda c: (not c.request.trained, c.number)):
                 ids = [call["id"] for call in each.request.messages[len(parent.keys) - 1].get("tool_calls") or []]
                 take_results(parent.turn, ids, each.said)
             else:
@@ -268,11 +265,6 @@ class Chains:
                     turn.went_on = True
                     if not turn.results:
                         take_results(turn, ids, [said for said in further if said.get("tool_call_id") in ids])
-
-
-def first_of_record(each: Completion) -> tuple[bool, int]:
-    """A sort key: the smallest of several completions continues the record of their parent."""
-    return not each.request.trained, each.number
 
 
 def take_results(turn: Turn, ids: list[str], messages: list[Message]) -> None:

@@ -48,7 +48,7 @@ def main() -> None:
             os._exit(127)
     with suppress(OSError):  # on both sides, so that the group is there. The child may run its command, or have ended
         os.setpgid(child, child)
-    signal.signal(signal.SIGTERM, lambda *_: end(child, signal.SIGTERM, group=True))
+    signal.signal(signal.SIGTERM, lambda *_: end(child, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for stream in (0, 1, 2):  # else a reader of the command's output would wait for this process
         os.close(stream)
@@ -58,21 +58,21 @@ def main() -> None:
     while True:
         ready = [number for number, _ in poll.poll()]
         if pipe in ready:
-            end(child, signal.SIGKILL, group=True)
+            end(child, signal.SIGKILL)
         if woken in ready:
             os.read(woken, 512)
         ended, status = os.waitpid(child, 0 if pipe in ready else os.WNOHANG)
         if ended == child:
-            end(child, signal.SIGKILL, group=True)
+            end(child, signal.SIGKILL)
             end_inherited()
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
 
 
-def end(pid: int, signum: int, group: bool = False) -> None:
-    """Send a signal to a process or a group that may have ended."""
+def end(group: int, signum: int) -> None:
+    """Send a signal to a group of processes that may have ended."""
     with suppress(ProcessLookupError):
-        (os.killpg if group else os.kill)(pid, signum)
+        os.killpg(group, signum)
 
 
 def end_inherited() -> None:
@@ -83,8 +83,8 @@ def end_inherited() -> None:
                 pass
         except ChildProcessError:
             return
-        for pid in children():
-            end(pid, signal.SIGKILL)
+        for pid in children():  # one that has ended stays until it is waited for
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

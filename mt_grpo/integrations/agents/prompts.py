@@ -111,8 +111,7 @@ class AgentPrompts:
         for tool in tools:
             function = tool["function"]
             try:
-                parameters = function.get("parameters") or {}
-                check_names([function["name"], *(parameters.get("properties") or {})], forbidden)
+                check_names(function, forbidden)
             except ValueError as error:
                 raise refuse("tools", str(error)) from None
             given = {key: function[key] for key in IF_GIVEN if function.get(key) is not None}

@@ -80,8 +80,8 @@ def events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
         number += 1
         return named_event(kind, sequence_number=number - 1, **values)
 
-    yield event("response.created", response=response(answer, body, [], "in_progress"))
-    yield event("response.in_progress", response=response(answer, body, [], "in_progress"))
+    for kind in ("created", "in_progress"):
+        yield event(f"response.{kind}", response=response(answer, body, [], "in_progress"))
     for k, item in enumerate(items):
         place = {"item_id": item["id"], "output_index": k}
         written = TEXT_OF_CALLS.get(item["type"])  # the text of a call; other items have a content of one part

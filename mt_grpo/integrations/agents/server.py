@@ -24,8 +24,6 @@ from mt_grpo.integrations.agents.session import AgentSession
 MAX_BYTES = 256 * 2**20  # of one request, which has all images of a conversation again
 KEEP_ALIVE_SECONDS = 5.0  # between the comments of a stream that waits for its answer
 MODEL = {"object": "model", "type": "model", "created": 0, "created_at": "1970-01-01T00:00:00Z", "owned_by": "mt-grpo"}
-
-
 COUNT = "messages/count_tokens"
 ENDPOINTS = {  # the name of an endpoint -> the module of its API
     "chat/completions": chat_api, "responses": responses_api, "messages": anthropic_api, COUNT: anthropic_api,

@@ -48,11 +48,17 @@ def load_mcp_tools(path: str) -> list[Callable]:
 
 
 def mcp_tool(server: McpServer, tool: Any) -> Callable:
-    """One tool of a server, which checks its arguments itself. Raises `ValueError` for a schema of no function."""
+    """One tool of a server, which checks its arguments itself. Raises `ValueError` for a schema of no function.
+
+    Without any part, the text of a result is its structured content as JSON.
+    """
 
     async def run(**arguments: Any) -> str | ResultInParts:
         result = await run_on_thread(server.call(tool.name, arguments), LOOP)
-        text = result_text(result)
+        texts = list(map(content_text, result.content))
+        if not texts and result.structured_content is not None:
+            texts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = "\n".join(texts)
         if result.is_error:
             raise McpToolError(text)
         parts = [part for each in result.content for part in (image_part(each) or content_text(each), "\n")][:-1]
@@ -64,13 +70,6 @@ def mcp_tool(server: McpServer, tool: Any) -> Callable:
         "parameters": {"type": "object", "properties": {}, **tool.input_schema},
     }
     return as_tool(types.SimpleNamespace(name=tool.name, schema=schema, run=run))
-
-
-def result_text(result: Any) -> str:
-    """The texts of a result, one per line; other parts are named. Without any, its structured content as JSON."""
-    if not result.content and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(content_text(part) for part in result.content)
 
 
 def image_part(part: Any) -> dict[str, str] | None:

@@ -19,7 +19,7 @@ from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end
 from mt_grpo.conversation.tools.running import ToolsUnavailable
 from mt_grpo.images.pictures import images_of
-from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure, drive
+from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure, drive, failing
 from mt_grpo.integrations.ms_swift.loss import LossMask
 from mt_grpo.integrations.ms_swift.messages import mark_tags, place_tags, tagged
 from mt_grpo.integrations.ms_swift.outputs import conversation_of, fill, read_outputs, train_outputs
@@ -107,10 +107,8 @@ class SchedulerConversation:
         with failures_end(rollout):
             messages = await self.environments.open(rollout)
             session = SchedulerSession(self, rollout, llm, sampling_params, protocol_module())
-            try:
+            with failing("The row cannot be a request"):
                 request = await asyncio.to_thread(self.first_request, rollout, session, messages)
-            except Exception as error:
-                raise SchedulerFailure(f"The row cannot be a request: {error_line(error)}") from error
             await self.run_scheduler(rollout, session, request)
 
     def first_request(self, rollout: Rollout, session: SchedulerSession, messages: list[Message]) -> Any:

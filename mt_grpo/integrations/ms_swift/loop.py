@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.environments import EnvironmentFailure
 from mt_grpo.conversation.tools.running import run_tool
 from mt_grpo.integrations.ms_swift.protocol import RolloutOutput, remove_response
@@ -22,6 +24,17 @@ class SchedulerFailure(EnvironmentFailure):
 
 class RolloutOver(SchedulerFailure):
     """A request after the end of its rollout."""
+
+
+@contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Context manager that puts words in front of an error and raises it as a `SchedulerFailure`, unless it is one."""
+    try:
+        yield
+    except SchedulerFailure:
+        raise
+    except Exception as error:
+        raise SchedulerFailure(f"{what}: {error_line(error)}") from error
 
 
 async def called(function: Callable, *args: Any) -> Any:

@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.base.errors import error_line
-from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
+from mt_grpo.integrations.ms_swift.loop import SchedulerFailure, failing
 from mt_grpo.rollout import Turn
 
 BASES = ("default", "last_round")
@@ -80,11 +79,9 @@ def zero_spans(scale: Any, text: str, query: str | None, is_last: bool) -> list[
     """
     old = ("response", is_last) if "context_type" in inspect.signature(scale.get_loss_scale).parameters else ()
     name = f"{type(scale).__name__}.get_loss_scale"
-    try:
+    with failing(f"{name} failed"):
         parts, weights = scale.get_loss_scale(text, *old, query=query)
         is_whole = len(parts) == len(weights) and "".join(parts) == text
-    except Exception as error:
-        raise SchedulerFailure(f"{name} failed: {error_line(error)}") from error
     if not is_whole:
         raise SchedulerFailure(
             f"{name} returned {len(parts)} parts and {len(weights)} weights for {text!r:.80}, expected the whole text "

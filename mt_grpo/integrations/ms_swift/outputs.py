@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
-
-from mt_grpo.base.errors import error_line
 from mt_grpo.images.messages import pictures_of
-from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
+from mt_grpo.integrations.ms_swift.loop import SchedulerFailure, failing
 from mt_grpo.integrations.ms_swift.loss import LossMask
 from mt_grpo.integrations.ms_swift.messages import answer, with_tags
 from mt_grpo.integrations.ms_swift.protocol import RolloutOutput
@@ -31,10 +28,8 @@ def read_outputs(returned: Any, name: str) -> list[RolloutOutput]:
                 "infer_engine.infer_async, or a list of them."
             )
         fields = {key: getattr(each, key, None) for key in RolloutOutput.model_fields}
-        try:
+        with failing(f"{name}.run returned an output that is none"):
             output = RolloutOutput(**{key: value for key, value in fields.items() if value is not None})
-        except ValidationError as error:
-            raise SchedulerFailure(f"{name}.run returned an output that is none: {error_line(error)}") from error
         if output.messages is not None:  # schedulers of 3.8 to 4.6 write texts in place of the assistant's messages
             output.messages = [answer(m) if isinstance(m, str) else m for m in output.messages]
         if any(m["role"] == "assistant" and {"loss", "loss_scale"} & set(m) for m in output.messages or []):

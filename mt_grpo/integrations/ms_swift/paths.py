@@ -13,6 +13,8 @@ import sys
 import types
 from typing import Any
 
+from accelerate.utils import send_to_device
+
 from mt_grpo.integrations.ms_swift import loss, protocol, rewards, schedulers
 
 
@@ -23,15 +25,6 @@ def not_offered(name: str) -> type:
         raise NotImplementedError(f"{name} of ms-swift is not supported here, and ms-swift is not installed.")
 
     return type(name, (), {"__init__": __init__})
-
-
-def to_device(value: Any, device: Any) -> Any:
-    """Tensors in dicts and lists, on a device."""
-    if isinstance(value, dict):
-        return {key: to_device(each, device) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(each, device) for each in value)
-    return value.to(device) if hasattr(value, "to") else value
 
 
 def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
@@ -64,8 +57,8 @@ NAMES: dict[str, Any] = {name: not_offered(name) for name in MISSING}
 for _source in (protocol, rewards, schedulers, loss):
     _own = [name for name, each in vars(_source).items() if getattr(each, "__module__", "") == _source.__name__]
     NAMES |= {name: getattr(_source, name) for name in _own}
-NAMES |= {function.__name__: function for function in (to_device, get_logger, get_token_backed_response_ids)}
-NAMES |= {**REGISTRIES, "Messages": protocol.Messages}
+NAMES |= {function.__name__: function for function in (get_logger, get_token_backed_response_ids)}
+NAMES |= {**REGISTRIES, "Messages": protocol.Messages, "to_device": send_to_device}
 MODULES = (
     "swift", "swift.plugin", "swift.plugin.multi_turn", "swift.plugin.env", "swift.plugin.context_manager",
     "swift.plugin.orm", "swift.plugin.rm_plugin", "swift.plugin.loss_scale", "swift.plugin.loss_scale.loss_scale",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, field_validator
 
 from mt_grpo.conversation.tools.signature import check_schema
 from mt_grpo.images.messages import uri_or_str
@@ -153,17 +153,15 @@ def as_base64(value: Any, paths: bool = False) -> Any:
     return uri_or_str(value).partition(",")[2] if hasattr(value, "getbands") else value
 
 
-class RolloutOutput(BaseModel):
+class RolloutOutput(BaseModel, arbitrary_types_allowed=True):
     """The result of a conversation: ids and masks have one list per message of the assistant, up to the last one."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     response: Any  # the last one
     messages: list | None = None  # a text is the assistant's: schedulers of 3.8 to 4.6 write such
-    response_token_ids: list[list[int]] = Field(default_factory=list)
-    response_loss_mask: list[list[int]] = Field(default_factory=list)
-    rollout_infos: dict[str, Any] = Field(default_factory=dict)
-    rollout_logprobs: list[list[float]] = Field(default_factory=list)  # not read: ids have those of their sampling
+    response_token_ids: list[list[int]] = []
+    response_loss_mask: list[list[int]] = []
+    rollout_infos: dict[str, Any] = {}
+    rollout_logprobs: list[list[float]] = []  # not read: ids have those of their sampling
     prompt_logprobs: list | None = None
 
     @field_validator("rollout_infos")

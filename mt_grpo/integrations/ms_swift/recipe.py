@@ -82,15 +82,13 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
     except Exception as error:
         raise ValueError(f"reward_funcs: {name!r} raised {error_line(error)}.") from error
 
-    def arguments(environments: list, given: dict[str, Any]) -> dict[str, Any]:
-        own, rest = columns_of(environments), {key: value for key, value in given.items() if key not in OURS}
-        return {**own, **rest, **{key: own[key] for key in OF_THE_ROLLOUT if key in own}}
+    def run(environments: list, **kwargs: Any) -> Any:
+        own, rest = columns_of(environments), {key: value for key, value in kwargs.items() if key not in OURS}
+        columns = {**own, **rest, **{key: own[key] for key in OF_THE_ROLLOUT if key in own}}
+        return reward(completions_of(environments), **columns)
 
     async def run_awaited(environments: list, **kwargs: Any) -> list:
-        return await reward(completions_of(environments), **arguments(environments, kwargs))
-
-    def run(environments: list, **kwargs: Any) -> list:
-        return reward(completions_of(environments), **arguments(environments, kwargs))
+        return await run(environments, **kwargs)
 
     function = run_awaited if waits(reward) else run
     function.__name__ = name

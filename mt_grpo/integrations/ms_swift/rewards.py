@@ -57,7 +57,7 @@ class MathAccuracy(ORM):
 
     def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
         """One reward per completion; 0.0 if the solution cannot be read."""
-        return [self.accuracy(text, right) for text, right in zip(completions, solution)]
+        return list(map(self.accuracy, completions, solution))
 
     def accuracy(self, text: str, solution: str) -> float:
         """1.0 or 0.0, which is also the reward where the comparison takes more than `SECONDS`, as of 9^9^9."""

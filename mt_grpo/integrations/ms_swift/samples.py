@@ -5,7 +5,10 @@ INVARIANT: a response that a later request has read keeps its ids. Only its mask
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,7 +82,7 @@ def messages_of(sample: Sample) -> list[list[Sample]]:
 
 def num_same(first: list[int], second: list[int]) -> int:
     """The number of equal values at the beginning of two lists."""
-    return next((k for k, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), min(len(first), len(second)))
+    return sum(itertools.takewhile(bool, map(operator.eq, first, second)))
 
 
 def num_kept(ids: list[int], text: str, text_of: Callable[[list[int]], str]) -> int:
@@ -91,16 +94,13 @@ def num_kept(ids: list[int], text: str, text_of: Callable[[list[int]], str]) -> 
     4
     """
 
-    def fits(size: int) -> bool:
-        return text.startswith(text_of(ids[:size]).rstrip("\N{REPLACEMENT CHARACTER}"))
+    def differs(size: int) -> bool:
+        return not text.startswith(text_of(ids[:size]).rstrip("\N{REPLACEMENT CHARACTER}"))
 
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    while low and not (text_of(ids[:low]) and text.startswith(text_of(ids[:low]))):
-        low -= 1
-    return low
+    kept = bisect.bisect_left(range(1, len(ids) + 1), True, key=differs)
+    while kept and not (text_of(ids[:kept]) and text.startswith(text_of(ids[:kept]))):
+        kept -= 1
+    return kept
 
 
 def own_ids(text: str, written: Any, context: float) -> list[int]:

@@ -12,10 +12,10 @@ import json
 import secrets
 from typing import Any, NamedTuple
 
-from mt_grpo.base.errors import error_line, tell_once
+from mt_grpo.base.errors import tell_once
 from mt_grpo.conversation.formats.choose import call_id
 from mt_grpo.images.pictures import Picture
-from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure
+from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure, failing
 from mt_grpo.integrations.ms_swift.messages import RequestImages, prefill_of, read_messages, rendered
 from mt_grpo.integrations.ms_swift.protocol import RolloutOutput, listed_tools
 from mt_grpo.integrations.ms_swift.samples import Sample, edit, goes_on, messages_of, own_ids
@@ -68,13 +68,9 @@ class SchedulerSession(RolloutSession):
         task = asyncio.current_task()
         self._tasks.add(task)
         try:
-            shown = await self.images.of(request)
-            reading = self._read(request, config, shown)
-        except SchedulerFailure:
-            raise
-        except Exception as error:  # whatever the scheduler or a chat template made of it
-            raise SchedulerFailure(f"A request cannot be read: {error_line(error)}") from error
-        else:
+            with failing("A request cannot be read"):  # whatever the scheduler or a chat template made of it
+                shown = await self.images.of(request)
+                reading = self._read(request, config, shown)
             return await self._respond(request, reading)
         finally:
             self._tasks.discard(task)

@@ -202,10 +202,8 @@ async def ask(url: str, seconds: float) -> tuple[str, dict[str, Any], list[dict]
                 return about["name"], action, None
             return about["name"], action, (await session.ask("step", {"type": "list_tools"}))["tools"]
     except Exception as error:
-        said = error_line(error)
-        raise ValueError(
-            f"openenv_url: {url} does not answer as an OpenEnv server of 0.2 or later ({said})."
-        ) from error
+        why = f"does not answer as an OpenEnv server of 0.2 or later ({error_line(error)})"
+        raise ValueError(f"openenv_url: {url} {why}.") from error
     finally:
         await session.close()
 

@@ -54,25 +54,33 @@ def score_of(state: dict[str, Any], method: str) -> float:
     return compute_score(state["response"] or "", truth, method)
 
 
-class Gsm8kTool(BaseTool):
+class Gsm8kStates:
+    """The states of conversations. As in verl, subclasses find that of a conversation in `_instance_dict`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    def begin(self, instance_id: str | None, ground_truth: str | None) -> str:
+        """Begin a conversation. Returns its id."""
+        instance_id = instance_id or str(uuid.uuid4())
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id
+
+
+class Gsm8kTool(Gsm8kStates, BaseTool):
     """Tells whether an answer is right. Its row's `create_kwargs` have the `ground_truth`.
 
     The reward of a turn is -0.05 for an answer that is no better than the one before it. The outcome reward is the
-    last answer's. As in verl, subclasses find the state of a conversation in `_instance_dict`.
+    last answer's.
     """
-
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
-        super().__init__(config, tool_schema)
-        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        instance_id = instance_id or str(uuid.uuid4())
         if ground_truth is None:
             ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth")
-        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
-        return instance_id, ToolResponse()
+        return self.begin(instance_id, ground_truth), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         answer, state = str(parameters.get("answer", "")), self._instance_dict[instance_id]
@@ -110,19 +118,13 @@ class SearchTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
 
-class Gsm8kInteraction(BaseInteraction):
+class Gsm8kInteraction(Gsm8kStates, BaseInteraction):
     """Asks again until the answer after `####` is right. Its row's `interaction_kwargs` have the `ground_truth`."""
-
-    def __init__(self, config: dict[str, Any]):
-        super().__init__(config)
-        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        instance_id = instance_id or str(uuid.uuid4())
-        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
-        return instance_id
+        return self.begin(instance_id, ground_truth)
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 
-class OpenSchema(BaseModel):
+class OpenSchema(BaseModel, extra="allow"):
     """A schema that keeps unlisted keys."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class OpenAIFunctionPropertySchema(OpenSchema):
@@ -29,8 +27,8 @@ class OpenAIFunctionParametersSchema(OpenSchema):
     """The schema of the parameters of a function."""
 
     type: str = "object"
-    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
-    required: list[str] = Field(default_factory=list)
+    properties: dict[str, OpenAIFunctionPropertySchema] = {}
+    required: list[str] = []
 
 
 class OpenAIFunctionSchema(OpenSchema):
@@ -38,7 +36,7 @@ class OpenAIFunctionSchema(OpenSchema):
 
     name: str
     description: str
-    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+    parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
 
 
 class OpenAIFunctionToolSchema(BaseModel):
