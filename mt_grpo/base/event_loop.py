@@ -99,7 +99,7 @@ def run_to_exit(main: Callable[[], None]) -> None:
         main()
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     finally:
         threading.Thread(target=leave, daemon=True).start()

@@ -296,7 +296,7 @@ def warn_without_state_keys(args: GRPOConfig, env: Any) -> None:
     if "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads and not has_keys:
         logger.warning(
             f"credit_assignment: {args.credit_assignment} without state keys credits turn 0 as turn_return does, and "
-            "a later turn, unless histories are equal, by the outcome alone. Define STATE_KEY = function in tools_script."
+            "a later turn, unless histories are equal, by the outcome alone. Define STATE_KEY = FUNCTION in the tools."
         )
 
 

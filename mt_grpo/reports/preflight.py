@@ -115,7 +115,7 @@ READINGS = (
     Reading("silent rewards", lambda f: bool(f.get("rewards/silent")) and f["rewards/num_given"] > 0,
         "{rewards/silent} gave None to all rollouts. Check whether the columns that it reads are empty."),
     Reading("no rewards", lambda f: f["rewards/num_given"] == 0,
-        "No reward is a number. Are the columns that functions read empty, or does an agent return none?", lambda f: True),
+        "No reward is a number. Are the columns that they read empty, or does an agent return none?", lambda f: True),
     Reading("constant rewards",
         lambda f: f[NO_SIGNAL] >= 1 and f["rewards/num_varied"] == 0 and not f["rewards/num_given"] == 0,
         "The rewards are the same for all rollouts: {rewards/constant}. Look how the functions compare answers: "

@@ -33,7 +33,6 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights, slots_of
 from mt_grpo.images.pictures import TOWER, is_picture, reader_of, share_marks
-from mt_grpo.recipe.data import with_prompts
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.run.checkpoints import (
     RUN_RECORD,
@@ -244,7 +243,7 @@ class ResumableTrainer(GRPOTrainer):
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """A context in which SIGTERM, SIGHUP and Ctrl-C raise `RunStopped`, in rollouts or after the optimizer step."""
+        """A context in which SIGTERM, SIGHUP and Ctrl-C raise `RunStopped`, in rollouts or after an optimizer step."""
 
         def handle(signum, frame):
             if os.getpid() != process:  # a child that a tool forked, and ends
@@ -327,12 +326,14 @@ class ResumableTrainer(GRPOTrainer):
 
     def evaluate(self, eval_dataset: Any = None, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` that does not change training: random numbers, and the mode that `log` goes by."""
+        if eval_dataset and not isinstance(eval_dataset, str | dict) and self.env.environments is None:
+            if "prompt" not in eval_dataset[0]:  # which would be an empty one
+                raise ValueError("evaluate: the first row has no prompt. Only the constructor makes one of question.")
         before, training = get_rng_state(), self.model.training
         self._of_data = str(kwargs.get("metric_key_prefix", "eval")).removeprefix("eval").removeprefix("_")
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
-            data = with_prompts(eval_dataset, "eval_dataset", self.env.environments is None)
-            return super().evaluate(data, *args, **kwargs)
+            return super().evaluate(eval_dataset, *args, **kwargs)
         except BaseException:
             logger.warning(f"The evaluation of step {self.state.global_step} ends here. A resumed run skips it.")
             self.in_flight.cancel()

@@ -4,9 +4,8 @@
 
 The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
 input the launcher tells what it starts, a line `process NAME PID` for the first process of each session. The pipe
-reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions, and every process
-with MARK in its environment, gets a SIGTERM, and `GRACE` later a SIGKILL, but the trainer after SECONDS. Of
-libraries only psutil is imported, so that the keeper is ready within a tenth of a second.
+reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions or with MARK in its
+environment gets a SIGTERM, and `GRACE` later, the trainer after SECONDS, a SIGKILL. Only psutil is imported: fast.
 """
 
 import contextlib

@@ -332,10 +332,7 @@ def test_what_stands_before_a_continuation():
 @pytest.mark.parametrize("turn", [ANSWER, "So<|im_end|>"])
 @pytest.mark.parametrize(
     "limits, reason",
-    [
-        ({"max_completion_length": 60}, StopReason.MAX_TOKENS),
-        ({"max_model_len": 100}, StopReason.CONTEXT_LENGTH),
-    ],
+    [({"max_completion_length": 60}, StopReason.MAX_TOKENS), ({"max_model_len": 100}, StopReason.CONTEXT_LENGTH)],
 )
 def test_a_continuation_without_room_ends_the_conversation(turn, limits, reason):
     """It is not in the completion: its tokens would be computed, and nothing would be trained on behind them."""

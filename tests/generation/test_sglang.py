@@ -407,9 +407,7 @@ def train(server_url, folder, *options):
 @pytest.mark.contract_slow("SGLang by disk")
 @each_real
 @pytest.mark.parametrize(
-    "options",
-    [(), ("--max_staleness", "1", "--old_logps", "sampled")],
-    ids=["in time", "with staleness"],
+    "options", [(), ("--max_staleness", "1", "--old_logps", "sampled")], ids=["in time", "with staleness"]
 )
 def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
     """A trainer that is one step ahead computes the rollouts of the weights before: only the first step compares."""

@@ -489,7 +489,8 @@ REFUSED = {
     "remove_unused_columns": True, "reward_weights": [1.0, 1.0], "max_tool_calling_iterations": 3,
     "multi_objective_aggregation": "normalize_then_sum", "vllm_structured_outputs_regex": "[0-9]+",
     "neftune_noise_alpha": 5.0, "dataloader_in_order": False, "data_seed": 7, "load_in_8bit": True,
-    "load_in_4bit": True, "dataset_streaming": True,
+    "load_in_4bit": True, "dataset_streaming": True, "label_smoothing_factor": 0.1,
+    "train_sampling_strategy": "sequential",
 }  # fmt: skip
 
 
@@ -525,6 +526,8 @@ def test_refused_keys(parse):
     ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
     ({"optim": "adalomo"}, "steps inside each backward pass"),
     ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "loss does not fall"),
+    ({"save_strategy": "best", "metric_for_best_model": "reward"}, "eval_strategy: no: nothing is evaluated"),
+    ({"generation_kwargs": {"top_k": None}}, "generation_kwargs: 'top_k'"),
     ({"optim": "schedule_free_adamw", "use_vllm": True, "vllm_mode": "server", "eval_strategy": "epoch"}, "averages"),
     ({"report_to": "neptune"}, "^report_to: neptune: not installed"), ({"report_to": ["wanb"]}, "wanb: not installed"),
     ({"optim": "paged_lion_8bit"}, "^optim='paged_lion_8bit': .*bitsandbytes"),
@@ -808,8 +811,7 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, split, size",
-    [("rows.jsonl", "validation", None), ("arithmetic", "tset", None), ("chain", "train", 10**9)],
+    "name, split, size", [("rows.jsonl", "validation", None), ("arithmetic", "tset", None), ("chain", "train", 10**9)]
 )
 def test_splits_that_are_not_there(name, split, size):
     """Else all rows would be taken, those of train, or rows without an end."""

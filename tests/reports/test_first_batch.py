@@ -209,7 +209,7 @@ BROKEN = {
     "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
                               "Write its name as it is, or {tool_descriptions}, into system_prompt", 0),
     "answers that are empty": ({"reward_fn": "rewards/information_gain.py", "dataset_name": "empty.jsonl",
-                                "dataset_size": None}, "no rewards", "to any rollout. .*columns that", 1),
+                                "dataset_size": None}, "no rewards", "is a number. .*columns that", 1),
     "a failing tool": ({"tools_script": "failing.py"}, "failing tools",
                        "100% of the calls that reach the tool calculator fail: Error: no server .*Fix the", 1),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -30,6 +31,8 @@ def test_finished_rollouts_are_counted_when_nothing_else_is_printed(capsys, monk
         time.sleep(0.01)
     line.end_of_run()
     assert all_ended()
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(write=Mock(side_effect=OSError("the disk is full"))))
+    line.say("goes on")
 
 
 @pytest.mark.parametrize("value", [None, float("nan")])

@@ -8,6 +8,7 @@ import signal
 import weakref
 from copy import deepcopy
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -125,6 +126,14 @@ def test_the_last_whole_checkpoint_and_a_run_that_is_resumed_at_its_end(random_m
     cut(2)
     with pytest.raises(ValueError, match="There is none in output_dir"):
         checkpoint_to_resume("last", str(copy / "out"))
+
+
+def test_a_state_of_adafactor_is_that_of_adafactor(random_model, tmp_path):
+    """torch adds to an optimizer's defaults as it loads."""
+    make_trainer(random_model, tmp_path, optim="adafactor", max_steps=2).train()
+    trainer = make_trainer(random_model, tmp_path, optim="adafactor", max_steps=3)
+    trainer.train(resume_from_checkpoint="last")
+    assert trainer.state.global_step == 3
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
@@ -429,6 +438,9 @@ def test_what_failed_is_let_go_before_the_run_is_saved(random_model, tmp_path, m
     trainer.save_where_it_stopped = lambda: f"{losses[-1]()} is left. {save()}"
     with pytest.raises(SystemExit, match="(?s)error: full.*None is left.*saved at step 1"):
         train_or_save(trainer)
+    trainer.save_where_it_stopped, trainer._save_checkpoint = save, Mock(side_effect=OSError("No space left"))
+    with pytest.raises(SystemExit, match="error: full\nNo space left There is"):
+        train_or_save(trainer)
 
 
 def test_weights_of_8_bits_and_skipped_steps_of_fp16_are_finite(random_model, tmp_path, monkeypatch):
@@ -513,6 +525,8 @@ def test_a_test_row_that_cannot_be_asked_is_a_failed_rollout(random_model, tmp_p
     rows = [PROMPTS[0], [{"role": "user", "content": f"{size} long " * 40}]]
     found = trainer.evaluate(Dataset.from_dict({"prompt": rows}))
     alone = trainer.evaluate(Dataset.from_dict({"prompt": rows[:1]}))
+    with pytest.raises(ValueError, match="the first row has no prompt"):
+        trainer.evaluate([{"question": "2 + 2?"}])
     assert found["eval_stop/environment_error"] == 0.5 and alone["eval_stop/environment_error"] == 0.0
     assert found["eval_reward"] == pytest.approx(alone["eval_reward"], abs=1e-6)
     (said,) = warnings_of(caplog, "cannot be asked")

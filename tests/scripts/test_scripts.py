@@ -599,13 +599,12 @@ def test_a_killed_launch_leaves_nothing_that_is_deaf_or_hidden(tmp_path, recipe)
                 process.kill()
 
 
-def test_a_trainer_has_time_to_save_and_a_deaf_server_has_only_a_grace_after_it(monkeypatch):
+def test_a_trainer_has_time_to_save_and_a_deaf_server_for_which_it_waits_only_a_grace(monkeypatch):
     monkeypatch.setattr(keeper, "GRACE", 0.5)
     code, options = "trap '{}' TERM; echo; while :; do sleep 0.1; done", {"stdout": subprocess.PIPE, "text": True}
-    trainer, server = (
-        subprocess.Popen(["sh", "-c", code.format(trap)], start_new_session=True, **options)
-        for trap in ("sleep 2; echo saved; exit 7", "")
-    )
+    server = subprocess.Popen(["sh", "-c", code.format("")], start_new_session=True, **options)
+    trap = f"while [ -e /proc/{server.pid}/cwd ]; do sleep 0.1; done; sleep 2; echo saved; exit 7"
+    trainer = subprocess.Popen(["sh", "-c", code.format(trap)], start_new_session=True, **options)
     assert trainer.stdout.readline() == server.stdout.readline() == "\n"  # both traps are set
     keeper.end([("trainer", psutil.Process(trainer.pid)), ("server", psutil.Process(server.pid))], "no mark", 600)
     assert (trainer.stdout.read(), trainer.wait(), server.wait()) == ("saved\n", 7, -9)

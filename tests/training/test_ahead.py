@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 from project import json_lines
-from server_run import (
-    Watched,
-    assert_from_the_weights_of_its_version,
-    first_number,
-    holding,
-    make_trainer,
-    needs_vllm,
-)
+from server_run import Watched, assert_from_the_weights_of_its_version, first_number, holding, make_trainer, needs_vllm
 
 from mt_grpo.base.errors import RunStopped
 from mt_grpo.generation.samples import versions_of

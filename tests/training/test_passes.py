@@ -16,6 +16,7 @@ from processes import on_two_threads
 from records_batch import distance
 from test_distributed import run as run_worker
 
+from mt_grpo.base.errors import RunError
 from mt_grpo.training import passes
 from mt_grpo.training.passes import (
     PASSES,
@@ -253,6 +254,9 @@ def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
     assert loss_in_passes(trainer, "policy", {PASSES: passes}, None) == 1 + 2 + 4
     assert read == [("policy", "dapo", 0.25)] * 3
     assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
+    passes[0].is_quiet = True  # without advantages, and yet with a loss
+    with pytest.raises(RunError, match="is not 0 without advantages: set reads_more_than_advantages"):
+        loss_in_passes(trainer, "policy", {PASSES: passes}, None)
 
 
 def rows_with(*lengths, prompt=None, trained=99):

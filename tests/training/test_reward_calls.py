@@ -140,7 +140,15 @@ async def blocks(**kwargs):
     return [1.0, 1.0]
 
 
-@pytest.mark.parametrize("reward", [catches_exceptions, catches_everything, hidden, blocks])
+def asks_again(**kwargs):
+    while True:
+        try:
+            time.sleep(0.3)
+        except BaseException:
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize("reward", [catches_exceptions, catches_everything, hidden, blocks, asks_again])
 def test_a_reward_that_hangs_ends_in_its_time_by_its_name(reward):
     with pytest.raises(RuntimeError, match=f"Reward {reward.__name__} took longer"):
         scored(reward, timeout=0.2)
@@ -153,6 +161,18 @@ def stoppable():
     trainer = SimpleNamespace(_stop_signal=None, _interruptible=False, llm=None, state=SimpleNamespace(global_step=3))
     with ResumableTrainer.stop_on_signals(trainer):
         yield trainer
+
+
+def test_a_signal_to_a_child_that_a_tool_forked_is_not_the_runs():
+    ready, tell = os.pipe()
+    with stoppable() as trainer:
+        while not (child := os.fork()):
+            os.write(tell, b".")
+            FOREVER.wait()
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+        assert trainer._stop_signal is None
 
 
 @pytest.mark.parametrize("catches", [Exception, BaseException])
