@@ -33,16 +33,16 @@ def run_forever(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
 
 
-def start_in_background(coroutine: Coroutine) -> concurrent.futures.Future:
-    """Start a coroutine on the background loop; returns at once."""
-    return asyncio.run_coroutine_threadsafe(coroutine, background_loop(LOOP_THREAD))
+def start_in_background(coroutine: Coroutine, thread: str = LOOP_THREAD) -> concurrent.futures.Future:
+    """Start a coroutine on the event loop of a thread; returns at once."""
+    return asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread))
 
 
-async def run_on_thread(coroutine: Coroutine, thread: str) -> Any:
+async def run_on_thread(coroutine: Coroutine, thread: str = LOOP_THREAD) -> Any:
     """Run a coroutine on the event loop of a thread, also of this one. A caller that is cancelled cancels it."""
     if asyncio.get_running_loop() is background_loop(thread):
         return await coroutine
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread)))
+    return await asyncio.wrap_future(start_in_background(coroutine, thread))
 
 
 def run_async(coroutine: Coroutine, timeout: float | None = None, thread: str = LOOP_THREAD) -> Any:
@@ -50,7 +50,7 @@ def run_async(coroutine: Coroutine, timeout: float | None = None, thread: str = 
     if threading.current_thread().name == thread:  # which would wait for itself
         coroutine.close()
         raise RuntimeError("generate, step and chat block this event loop. In an async tool, await converse instead.")
-    future = asyncio.run_coroutine_threadsafe(coroutine, background_loop(thread))
+    future = start_in_background(coroutine, thread)
     try:
         return future.result(timeout)
     except BaseException:

@@ -20,14 +20,7 @@ import aiohttp
 from yarl import URL
 
 from mt_grpo.base.errors import ServerError, ServerLost, error_line, tell_once
-from mt_grpo.base.event_loop import (
-    CONTROL_THREAD,
-    LOOP_THREAD,
-    allow_many_open_files,
-    gather_all,
-    run_async,
-    run_on_thread,
-)
+from mt_grpo.base.event_loop import CONTROL_THREAD, allow_many_open_files, gather_all, run_async, run_on_thread
 from mt_grpo.conversation.conversations import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded, number_of_version
 from mt_grpo.generation.vllm_engine import VLLM
@@ -198,12 +191,12 @@ class ServerConnection:
         """Sample for a payload of `/v1/completions`, and report which versions of the weights may have sampled."""
         for picture in pictures_in(payload["prompt"]):
             if "data_uri" not in vars(picture):  # a large one takes long: other conversations go on meanwhile
-                await asyncio.to_thread(lambda picture=picture: picture.data_uri)
+                await asyncio.to_thread(getattr, picture, "data_uri")
         path, body, read, _ = self.engine.ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
         self._open[id(body)] = body
         try:
-            generation = await run_on_thread(self._post(path, body, read), LOOP_THREAD)
+            generation = await run_on_thread(self._post(path, body, read))
         finally:
             del self._open[id(body)]
         if generation.policy_versions is not None:  # the engine says of each token which weights sampled it
@@ -276,22 +269,19 @@ class ServerConnection:
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them.
-
-        Raises `ValueError` for one with an image.
-        """
+        """Render conversations and answer them, all at the same time. Raises `ValueError` for one with an image."""
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
         if self.tokenizer is None:
             raise ServerError("chat needs the model's tokenizer: VLLMServerClient(..., tokenizer=tokenizer).")
         params = {"stop": [], **(sampling_params or {})}
-        limits = [params.pop(key, None) for key in ("max_completion_tokens", "max_tokens")]
+        limit = params.pop("max_tokens", None)
+        limit = params.pop("max_completion_tokens", None) or limit
         rendering = {"add_generation_prompt": True, "return_dict": False}
         rendering |= params.pop("chat_template_kwargs", None) or {}
         if "reasoning_effort" in params:
             rendering["reasoning_effort"] = params.pop("reasoning_effort")
         prompts = [self.tokenizer.apply_chat_template(messages, **rendering) for messages in messages_list]
-        limit = next(filter(None, limits), None)
         asked = [self.generate(ids, limit or self.max_model_len - len(ids), params) for ids in prompts]
         return [
             {

@@ -39,8 +39,6 @@ class ServeSession:
 
     def flush(self) -> None:
         """Put all waiting requests into `batches`, in rollout order, if every open conversation waits."""
-        if len(self.waiting) < self.open:
-            return
         self.waiting = [request for request in self.waiting if not request[3].done()]  # one may be abandoned
         if self.waiting and len({request[0] for request in self.waiting}) == self.open:
             self.batches.put(sorted(self.waiting, key=lambda request: request[0]))
@@ -86,7 +84,7 @@ class InProcessBackend:
         is_end: Callable[[int], bool],
         any_rank: Callable[[bool], bool] | None = None,
     ):
-        self._generate_batch, self._is_end, self._any_rank = generate_batch, is_end, any_rank
+        self._generate_batch, self._is_end, self._any_rank = generate_batch, is_end, any_rank or bool
         self.collective = any_rank is not None  # if true, no rank may stop while other ranks generate
         self._session: ServeSession | None = None
 
@@ -122,7 +120,7 @@ class InProcessBackend:
         try:
             while True:
                 batch = session.batches.get() if batch is not None else None
-                if not (self._any_rank(batch is not None) if self._any_rank else batch is not None):
+                if not self._any_rank(batch is not None):
                     return running.result()
                 generations = self._run(batch or [(0, [0], 1, None)])  # dummy: other ranks still generate
                 if batch:

@@ -132,14 +132,12 @@ def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
         where = "for a prompt with images"
         raise ValueError(f"generation_kwargs: a vLLM server does not support {unknown[0]!r} {where}. Remove it.")
     images = [{"type": "image_url", "url": picture.data_uri} for picture in pictures_in(payload["prompt"])]
+    request, sampling = ({key: payload[key] for key in keys if key in payload} for keys in (OF_REQUEST, OF_SAMPLING))
     return {
-        **{key: payload[key] for key in OF_REQUEST if key in payload},
+        **request,
         "token_ids": once_per_image(payload["prompt"]),
         "content_parts": images,
-        "sampling_params": {
-            **{key: payload[key] for key in OF_SAMPLING if key in payload},
-            "output_kind": 2,  # all tokens in one answer
-        },
+        "sampling_params": {**sampling, "output_kind": 2},  # all tokens in one answer
     }
 
 

@@ -170,7 +170,7 @@ class WeightSync:
         return on_main_process(lambda: self.servers.update_weights(weights, version, expected, device))
 
     @staticmethod
-    def _or_end(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _or_end(weights: Iterator) -> Iterator:
         """Yield from `weights`. An error ends the process, and so the run: the other ranks wait in the next gather."""
         try:
             yield from weights

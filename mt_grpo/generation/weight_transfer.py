@@ -12,7 +12,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
 from mt_grpo.generation.samples import tagged
-from mt_grpo.generation.weights import ADAPTER_FILE
+from mt_grpo.generation.weights import ADAPTER_FILE, NamedWeights
 
 SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a second time; or one tensor, if it is larger
 
 
 def write_weights(
-    folder: Path, named_weights: Iterable[tuple[str, torch.Tensor]], file: str = "", shard_bytes: float = SHARD_BYTES
+    folder: Path, named_weights: NamedWeights, file: str = "", shard_bytes: float = SHARD_BYTES
 ) -> tuple[set[str], float]:
     """Write weights into a folder, as one safetensors `file` or one per `shard_bytes`. Returns names, and seconds."""
     names: set[str] = set()
@@ -163,16 +163,13 @@ class WeightTransfer:
 
     def push(
         self,
-        named_weights: Iterator[tuple[str, torch.Tensor]],
+        named_weights: NamedWeights,
         version: str,
         expected: dict[str, int] | None,
         device: torch.device,
         transfers: list[WeightTransfer],
     ) -> tuple[dict[str, float], list[ServerError | None]]:
-        """Push one copy of the weights to the servers of `transfers`. Other arguments as in `update_weights`.
-
-        Returns seconds by phase, and per server its error or None.
-        """
+        """Push one copy to these servers (see `update_weights`). Returns seconds by phase, and each one's error."""
         try:
             if not transfers:
                 raise ServerLost(f"No {self.server.engine.title} server is left to push weights to.")
@@ -196,16 +193,14 @@ class WeightTransfer:
             for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
                 pass
 
-    def _write(
-        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None
-    ) -> tuple[Path, dict[str, float]]:
+    def _write(self, weights: NamedWeights, version: str, expected: dict[str, int] | None) -> tuple[Path, dict]:
         """Write all weights, or the adapter, into a folder. Returns it, and the seconds as `write`."""
         folder = None
         try:
             folder = self._own_folder(sum((expected or {}).values())) / version
             shutil.rmtree(folder, ignore_errors=True)  # of a push of the same version that was lost
             folder.mkdir()
-            names, seconds = write_weights(folder, named_weights, "" if self.adapter is None else ADAPTER_FILE)
+            names, seconds = write_weights(folder, weights, "" if self.adapter is None else ADAPTER_FILE)
             check_whole(names, expected)
             if self.adapter is not None:
                 self.adapter.save_pretrained(str(folder))
@@ -240,13 +235,10 @@ class WeightTransfer:
         return self._folder
 
     @staticmethod
-    def _collect(
-        named_weights: Iterator[tuple[str, torch.Tensor]], expected: dict[str, int] | None, device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def _collect(weights: NamedWeights, expected: dict[str, int] | None, device: torch.device) -> dict:
         """Collect all weights for NCCL, which needs their names and shapes before the first is sent."""
         tensors = {  # what the model does not hold itself is on the CPU: a GPU has no room for a second copy
-            name: t if isinstance(t, torch.nn.Parameter) else t.detach().to("cpu", copy=True)
-            for name, t in named_weights
+            name: t if isinstance(t, torch.nn.Parameter) else t.detach().to("cpu", copy=True) for name, t in weights
         }
         check_whole(tensors.keys(), expected)
         if device.type == "cuda":  # vLLM packs on streams of its own, which do not wait for the last optimizer step

@@ -20,6 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.images.pictures import TOWER
 
+NamedWeights = Iterator[tuple[str, torch.Tensor]]
 NOISE = 0.7  # of the first push, relative to each element (docs/scaling.md says what it shows)
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM name it
 ADAPTER = "default"  # peft's name of the only one
@@ -130,7 +131,7 @@ class PolicyWeights(VLLMGeneration):
             if isinstance(module, FSDPModule):  # a forward pass leaves the root's weights whole
                 module.reshard()
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> NamedWeights:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
         A `Parameter` is the model's own. Gathering shards is collective, so every rank iterates to the end.
@@ -243,7 +244,7 @@ def is_of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def adapter_weights(model: Any) -> NamedWeights:
     """Yield (name, tensor) of each weight of an adapter, named as in its file."""
     for name, parameter in model.named_parameters():
         if is_of_adapter(name):

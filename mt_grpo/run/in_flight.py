@@ -132,9 +132,6 @@ class GroupInFlight:
     kind: Kind
     batches: list[RolloutBatch]  # this rank's conversations: one batch, or none
 
-    def over(self) -> bool:
-        return all(batch.over() for batch in self.batches)
-
 
 class InFlight(TrainerCallback):
     """The conversations of a run: those of this step, and with `max_staleness` a queue of groups for later steps.
@@ -195,10 +192,10 @@ class InFlight(TrainerCallback):
         # first batch, and a resumed run draws this number again.
         self.step_end = get_rng_state(), state.num_input_tokens_seen
         if self.prompts is not None:
-            is_over = self.trainer._step % self.num_micro_batches == 0  # otherwise the batch is to be trained further
-            own = [] if is_over else self._batch_prompts.values()
+            passes = self.trainer._step % self.num_micro_batches  # not 0: the batch is to be trained further
+            own = self._batch_prompts.values() if passes else []
             self.state = self.prompts.state([*own, *(group.prompt for group in self.groups)])
-            self.state |= {"passes": self.trainer._step % self.num_micro_batches} if self.prompts.endless else {}
+            self.state |= {"passes": passes} if self.prompts.endless else {}
 
     @property
     def num_micro_batches(self) -> int:
@@ -370,7 +367,7 @@ class InFlight(TrainerCallback):
         began, groups, chosen = time.perf_counter(), list(self.groups)[:num_oldest], None
         self.current = [batch for group in groups for batch in group.batches]
         while chosen is None:
-            complete = self._on_every_rank([group.over() for group in groups])
+            complete = self._on_every_rank([all(batch.over() for batch in group.batches) for group in groups])
             chosen = choose_groups(complete, [group.kind for group in groups], wanted)
             time.sleep(self.POLL_SECONDS if chosen is None else 0)
         taken = [groups[i] for i in chosen]

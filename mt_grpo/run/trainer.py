@@ -48,7 +48,7 @@ from mt_grpo.run.checkpoints import (
     set_rng_state,
     weights_not_finite,
 )
-from mt_grpo.run.in_flight import EpochOrder, InFlight, RolloutBatch
+from mt_grpo.run.in_flight import EpochOrder, InFlight, RolloutBatch, RowList
 from mt_grpo.training.policy_scores import asked_of
 
 logger = logging.getLogger(__name__)
@@ -156,8 +156,7 @@ class ResumableTrainer(GRPOTrainer):
         """`Trainer`'s method, which only warns of weights that a checkpoint lacks. Raises `CheckpointError`."""
         super()._issue_warnings_after_load(load_result)
         if not self._is_sharded:
-            path = self._loading or self.state.best_model_checkpoint
-            load_missing(path, self.model, load_result.missing_keys)
+            load_missing(self._loading or self.state.best_model_checkpoint, self.model, load_result.missing_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(checkpoint):
@@ -375,7 +374,7 @@ class ResumableTrainer(GRPOTrainer):
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
 
-    def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
+    def _start_rollouts(self, rows: RowList, indices: list[int]) -> RolloutBatch:
         """Start the conversations of these rows of this rank. A test row that cannot be asked is a failed rollout."""
         own = [rows[i] for i in indices]
         rollouts = self._opened(own) if self.model.training else [self._opened_test_row(row) for row in own]
@@ -386,7 +385,7 @@ class ResumableTrainer(GRPOTrainer):
         version = self.weight_sync and self.weight_sync.pushed
         return RolloutBatch(rollouts, converse, self.llm, version, self._group_size)
 
-    def _opened(self, rows: list[dict[str, Any]]) -> list[Rollout]:
+    def _opened(self, rows: RowList) -> list[Rollout]:
         rollouts = self.env.start(prompts_of(rows), rows=rows)
         for rollout in rollouts:
             if len(rollout.prompt_ids) >= (self.env.max_model_len or math.inf):

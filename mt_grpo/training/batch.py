@@ -73,7 +73,7 @@ class Batch:
         rows = [(own[0], i) for i, own in enumerate(records)]
         rows += [(record, i) for i, own in enumerate(records) for record in own[1:]]
         rows += [(Record([], []), 0)] * (len(self.rollouts) + most - len(rows))
-        self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
+        self.records, self.owners = map(list, zip(*rows))
 
     def loss_lists(self, pad_id: int) -> tuple[list, list, list, list | None]:
         """Lists of M rows: (prompt ids, completion ids, loss masks, logprobs). An empty record has a masked token."""
@@ -108,10 +108,7 @@ class Batch:
         return (self.rewards.num_tokens > 0) & self.trained_rollouts(args)[:, None]
 
     def pass_inputs(self, per_record: bool, accelerator: Any) -> dict[str, torch.Tensor]:
-        """A further input of passes, `num_rows_in_batch`, which divides losses that are a mean over rows. Collective.
-
-        It is the number of scored rollouts of all ranks, or of their records.
-        """
+        """`num_rows_in_batch`, by which means over rows divide: all scored rollouts, or their records. Collective."""
         scored, count = self.own(~self.rewards.outcome.isnan()).tolist(), len(self.rows)
         further = self.records[count:] if per_record else []
         owners = self.owners[:count] + [i for i, record in zip(self.owners[count:], further) if record.turns]

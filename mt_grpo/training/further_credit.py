@@ -49,8 +49,7 @@ def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tenso
     tensor([[ 0.7000,  0.7000,  0.7000],
             [-0.7000, -0.7000, -0.7000]])
     """
-    total = rewards.outcome + rewards.turn_total
-    return rewards.norm(total)[:, None].expand(rewards.turn.shape)
+    return rewards.norm(rewards.outcome + rewards.turn_total)[:, None].expand(rewards.turn.shape)
 
 
 def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
@@ -64,9 +63,8 @@ def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.
     tensor([[ 0.7000,  0.8000,  0.5000],
             [-0.7000, -0.8000, -0.5000]])
     """
-    outcome = rewards.norm(rewards.outcome)[:, None]
     own = rewards.norm(rewards.returns_to_go(discount))
-    return outcome + coef * (own + rewards.rollout_turn_advantages())
+    return rewards.norm(rewards.outcome)[:, None] + coef * (own + rewards.rollout_turn_advantages())
 
 
 def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
@@ -81,9 +79,8 @@ def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor
     tensor([[ 0.7000,  0.8000,  0.5000],
             [-0.7000, -0.8000, -0.5000]])
     """
-    outcome = rewards.norm(rewards.outcome)[:, None]
     own = norm_by_state(rewards, rewards.returns_to_go(discount))
-    return outcome + coef * (own + rewards.rollout_turn_advantages())
+    return rewards.norm(rewards.outcome)[:, None] + coef * (own + rewards.rollout_turn_advantages())
 
 
 def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
@@ -119,9 +116,8 @@ def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Ten
     tensor([[ 0.3000,  0.7000,  0.5000],
             [-0.5000, -0.5000, -0.5000]])
     """
-    outcome = rewards.norm(rewards.outcome)[:, None]
     shift = rewards.turn - rewards.turn.nanmean(1, keepdim=True)
-    return outcome + coef * shift.nan_to_num(0.0)
+    return rewards.norm(rewards.outcome)[:, None] + coef * shift.nan_to_num(0.0)
 
 
 def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:

@@ -191,14 +191,15 @@ class Layout:
 
         `input_ids` and `attention_mask` are (M, P + C), with C = `width`. `size` is TRL's rows per pass, None for one.
         """
+        if self.kind != "shared":
+            return []
         unread = {key for key, value in others.items() if value is not None} - {"compute_aux_loss"}  # may be False
-        if self.kind == "shared" and unread:  # of a later TRL, which may give more than images
+        if unread:  # of a later TRL, which may give more than images
             raise TypeError(f"Rows that share prompts do not read TRL's {unread}. Set share_prompts: false.")
-        if self.kind == "shared" and self.current is not None and self.current.shared is not None:
+        if self.current is not None and self.current.shared is not None:
             return [self.current.shared]
-        if self.kind == "shared":  # not of a pass of ours
-            rows = rows_of_ids(self.trainer, input_ids, attention_mask, width)
-            self.prove(rows)
+        rows = rows_of_ids(self.trainer, input_ids, attention_mask, width)  # not of a pass of ours
+        self.prove(rows)
         return rows_that_share(self.trainer, rows, width, input_ids.device, size) if self.kind == "shared" else []
 
     def note_logps(self, found: tuple) -> None:

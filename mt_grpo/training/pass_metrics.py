@@ -109,12 +109,13 @@ class PassMetrics:
         """
         sampled, mode = each["sampling_per_token_logps"], trainer.vllm_importance_sampling_mode
         trained, log_mode = each["completion_mask"] * each["tool_mask"] > 0, trainer._mode
-        limits = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-        difference = torch.where(trained & ~sampled.isnan(), logps - sampled, 0.0)
+        least, most = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        known = trained & ~sampled.isnan()
+        difference = torch.where(known, logps - sampled, 0.0)
+        limits = least or 0.0, math.inf if most is None else most
         ratio = importance_ratio(difference, mode, *limits)
         if log_mode == "train":
-            values = {"logp_difference": difference.abs(), "importance_ratio": difference.exp()}
-            self.depth.add(each, trained & ~sampled.isnan(), **values)
+            self.depth.add(each, known, logp_difference=difference.abs(), importance_ratio=difference.exp())
         means = sampling_means(logps, sampled, ratio, trained, limits, trainer.accelerator)
         if (logged := self._logged) is None:
             logged = trainer._metrics[log_mode]
@@ -147,17 +148,16 @@ class PassMetrics:
         self._own |= {name: (total / max(each.weight, 1), each.weight) for name, total in zip(values, sums)}
 
 
-def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:
+def importance_ratio(difference: torch.Tensor, mode: str, least: float, most: float) -> torch.Tensor:
     """TRL's ratio of the policy before the step to the one that sampled: (B, C) of tokens, (B, 1) of sequences.
 
     `difference` is (B, C) of logprobs. Beyond `least` and `most` a ratio is cut (`_truncate`), or 0 (`_mask`).
 
-    >>> importance_ratio(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), "sequence_mask", None, 3.0)
+    >>> importance_ratio(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), "sequence_mask", 0.0, 3.0)
     tensor([[0.0000],
             [0.6065]])
     """
     ratio = (difference.sum(1, keepdim=True) if mode.startswith("sequence") else difference).exp()
-    least, most = -math.inf if least is None else least, math.inf if most is None else most
     cut = ratio.clamp(min=least, max=most)
     return cut if mode.endswith("truncate") else ratio.masked_fill(cut != ratio, 0.0)
 
@@ -167,7 +167,7 @@ def sampling_means(
     sampled: torch.Tensor,
     ratio: torch.Tensor,
     trained: torch.Tensor,
-    limits: tuple[float | None, float | None],
+    limits: tuple[float, float],
     accelerator: Any,
 ) -> Means:
     """The metrics of importance sampling over the `trained` tokens (B, C) of all ranks. Collective.
@@ -175,11 +175,11 @@ def sampling_means(
     `logps` and `sampled` are (B, C), NaN if unknown. `ratio` is (B, C), or (B, 1) of sequences, cut at the `limits`.
     The effective share of samples is `(sum w)^2 / (n sum w^2)` over n ratios w: here its mean square.
     """
-    least, most = limits
     known = trained & ~sampled.isnan()
     difference = torch.where(known, logps - sampled, 0.0)
     counted = trained.any(1, keepdim=True) if ratio.shape[1] == 1 else trained
-    is_cut = (ratio <= (least or 0.0)) | (ratio >= (math.inf if most is None else most))
+    kept = ratio.masked_fill(~counted, 0.0)
+    is_cut = (ratio <= limits[0]) | (ratio >= limits[1])
     sums = [
         known.sum(),
         difference.abs().sum(),
@@ -187,8 +187,8 @@ def sampling_means(
         trained.sum(),
         (is_cut.expand(trained.shape) * trained).sum(),
         counted.sum(),
-        ratio.masked_fill(~counted, 0.0).sum(),
-        ratio.masked_fill(~counted, 0.0).square().sum(),
+        kept.sum(),
+        kept.square().sum(),
     ]
     sums = accelerator.reduce(torch.stack([value.float() for value in sums]), reduction="sum").tolist()
     num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios, squares = sums

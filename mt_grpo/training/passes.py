@@ -268,8 +268,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     if is_weighted := loss_type == "grpo" and FURTHER_RECORDS in micro_batches[0]:
         most = most_of_ranks(max(sum(row.num_trained for row in rows) for rows in rollouts), accelerator)
         rollouts = [weighed(rows, most) for rows in rollouts]
-        num_items = mean_of * most * accelerator.num_processes
-        num_items = torch.tensor(num_items * (args.steps_per_generation if training else 1), device=accelerator.device)
+        num_items = micro_batches[0]["num_rows_in_batch"].clamp(min=1) * most
         loss_type = "dapo"
     rows = join(rollouts)
     is_first = skips_first_pass(trainer) and "old_per_token_logps" not in micro_batches[0]

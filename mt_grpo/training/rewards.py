@@ -133,10 +133,7 @@ class RewardFunctions:
         return values
 
     def score_all_ranks(self, trainer: Any, batch: Batch, fresh: torch.Tensor | None = None) -> Scores:
-        """Score the rollouts of all ranks, and set the batch's `values`. Collective.
-
-        `fresh` are the rollouts that functions see, (N,) bool; the others keep their values. None: all.
-        """
+        """Score all ranks' rollouts, or the `fresh` ones, (N,) bool, and set the batch's `values`. Collective."""
         accelerator, local = trainer.accelerator, []
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = max(1, most_of_ranks(max(len(rollout.turns) for rollout in batch.rollouts), accelerator))
@@ -153,9 +150,8 @@ class RewardFunctions:
             values = self.score(batch, columns, trainer.args.reward_timeout, accelerator.device, only)
             old = batch.values or values
             batch.values = [[a if new else b for a, b, new in zip(*both, only)] for both in zip(values, old)]
-            turns = [rollout.turns for rollout in batch.rollouts]
             states = [state_numbers(rollout) if trainer._reads_state else [] for rollout in batch.rollouts]
-            tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each] for each in turns]
+            tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in r.turns] for r in batch.rollouts]
             local.extend(reward_tensors(batch.values, num_turns, self.num_turn_funcs))
             local.extend(turn_flags(batch.rollouts, num_turns))
             local.append(pad_rows(states, num_turns, -1, torch.long))
@@ -192,10 +188,7 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
 
 
 def named(*lists: list[Callable]) -> list[list[Callable]]:
-    """Give each function a `__name__` of its own: the second `length` becomes `length_2`. Returns the lists.
-
-    INVARIANT: no two rewards have one name: metrics, logs and facts are by name.
-    """
+    """INVARIANT: no two rewards have one name, as metrics and logs need: the second `length` becomes `length_2`."""
     taken: set[str] = set()
 
     def apart(func: Callable) -> Callable:
@@ -438,7 +431,7 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
     if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
         raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
-    for i, (value, turns) in enumerate(zip(values, [rollout.turns for rollout in rollouts], strict=True)):
+    for i, (value, turns) in enumerate(zip(values, [rollout.turns for rollout in rollouts])):
         is_list = isinstance(value, (list, tuple))
         if is_list and not per_turn:
             raise ValueError(f"Reward {name} returned a list per rollout. Move it from OUTCOME_ to TURN_REWARD_FUNCS.")

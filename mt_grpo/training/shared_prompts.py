@@ -69,7 +69,7 @@ class Node:
         return node
 
 
-def common_length(one: list[int], other: list[int], start: int = 0) -> int:
+def common_length(one: list[int], other: list[int], start: int) -> int:
     """How many tokens of `one`, and of `other` from `start` on, are the same from the beginning."""
     limit = min(len(one), len(other) - start)
     if one[:limit] == other[start : start + limit]:

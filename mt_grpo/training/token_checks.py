@@ -52,10 +52,7 @@ def check_ids(record: Record) -> list[Difference]:
 
 
 def check_text(rollout: Rollout, record: Record, env: Any, strict: bool) -> list[Difference] | None:
-    """How what the last turn of a record read differs from the messages before it, rendered as a whole.
-
-    None if that is not known, because the template rewrites an earlier turn.
-    """
+    """How what a record's last turn read differs from the messages, rendered. None: the template rewrites a turn."""
     tokenizer, context = env.tokenizer, record.turns[0].context if record.numbers[0] > 0 else None
     written, tools = env.format_of(tokenizer), env.tools if rollout.tools is None else rollout.tools
     messages = rollout.prompt_messages if context is None else context.messages

@@ -140,7 +140,7 @@ def test_what_the_loss_uses_is_counted_by_token():
     given = *(output[name] for name in names), trained
     cut = sampling_means(*given, (0.5, 3.0), Accelerator(cpu=True))["sampling/frac_tokens_ratio_zero_or_clipped"]
     assert cut == (pytest.approx(3 / 6), 6)  # also the one that was raised
-    found = sampling_means(*given, (None, 3.0), Accelerator(cpu=True))
+    found = sampling_means(*given, (0.0, 3.0), Accelerator(cpu=True))
     apart = sum(abs(math.log(x)) for x in (2.0, 1.0, 0.5, 1.0, 4.0)) / 5  # of those that are known
     assert {name: value for name, (value, _) in found.items()} == pytest.approx({
         "sampling/sampling_logp_difference/mean": apart, "sampling/sampling_logp_difference/max": math.log(4.0),
