@@ -220,13 +220,11 @@ class TurnTokens:
         return join(part for t in self.turns for part in (t.logprobs, [0.0] * len(t.observation_ids)))
 
 
-def with_turns(
-    messages: list[Message], turns: list[Turn], begun: bool = True, as_called: bool = False
-) -> list[Message]:
+def with_turns(messages: list[Message], turns: list[Turn], begun: bool = True, for_trl: bool = False) -> list[Message]:
     """Append the messages of turns. A turn that continues the one before it is joined to the message of that one.
 
     `begun`: whether an assistant's message at the end of `messages`, which is not a prompt's, begins the first turn.
-    `as_called`: whether messages are in TRL's form, with `tool_calls` and results of role `tool`.
+    `for_trl`: whether messages are in TRL's form, with `tool_calls` and results of role `tool`.
 
     >>> prompt = [{"role": "assistant", "content": "So"}]
     >>> [[m["content"] for m in with_turns(prompt, [Turn([1], None, " 4", "stop")], begun)] for begun in (True, False)]
@@ -234,13 +232,13 @@ def with_turns(
     """
     messages, goes_on = list(messages), begun
     for turn in turns:
-        content, calls = turn.text + (turn.continuation or ""), turn.tool_calls if as_called else []
+        content, calls = turn.text + (turn.continuation or ""), turn.tool_calls if for_trl else []
         if messages and messages[-1]["role"] == "assistant" and goes_on:
             before = messages.pop()
             content = before["content"] + content
-            calls = [*before.get("tool_calls", []), *calls] if as_called else []
+            calls = [*before.get("tool_calls", []), *calls] if for_trl else []
         messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
-        messages += turn.messages_with_results if as_called else turn.messages
+        messages += turn.messages_with_results if for_trl else turn.messages
         goes_on = turn.continuation is not None
     return messages
 
@@ -311,8 +309,7 @@ class Rollout(TurnTokens):
 
         INVARIANT: of all turns that go on from the same one, at most one has no such context.
         """
-        chains: list[list[int]] = [[]]
-        chain_of: list[list[int]] = []  # of each turn
+        chains, chain_of = [[]], []  # lists of numbers of turns; the one of each turn
         for k, turn in enumerate(self.turns):
             chain = chain_of[k - 1 if turn.after is None else turn.after] if k else chains[0]
             if turn.context is not None and k > 0:
@@ -330,7 +327,7 @@ class Rollout(TurnTokens):
     @property
     def completion(self) -> list[Message]:
         """The completion as reward functions get it, in TRL's form: with `tool_calls`, and results of role `tool`."""
-        return with_turns([], self.turns, as_called=True)
+        return with_turns([], self.turns, for_trl=True)
 
     @property
     def prefill(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections.abc
 import copy
 import dataclasses
 import difflib
@@ -13,7 +12,7 @@ import logging
 import marshal
 import re
 import typing
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +90,7 @@ class Conversations(Limits):
         share = self.max_completion_length // (4 if self.max_tool_response_tokens is None else 2)
         return max(10, min(self.max_tool_response_tokens or share, share))
 
-    async def converse_whole(
-        self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
-    ) -> Rollout:
+    async def converse_whole(self, rollout: Rollout, llm: Any, sampling_params: dict | None = None) -> Rollout:
         """Run `converse`, then validate the rollout's lists for the loss. An invalid rollout is marked as failed."""
         async with self._in_its_place(rollout, llm):
             try:
@@ -152,10 +149,8 @@ class Conversations(Limits):
     def with_examples(self, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
         """Insert the examples, as a model with this tokenizer reads them, after the system messages."""
         if id(tokenizer) not in self._examples:
-            written = written_examples(
-                self.prompt_examples, self.format_of(tokenizer), self.tools, all_known=self.environments is None
-            )
-            self._examples[id(tokenizer)] = written
+            tool_format, all_known = self.format_of(tokenizer), self.environments is None
+            self._examples[id(tokenizer)] = written_examples(self.prompt_examples, tool_format, self.tools, all_known)
         examples = copy.deepcopy(self._examples[id(tokenizer)])
         systems = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
         return [*systems, *examples, *messages[len(systems) :]]
@@ -381,7 +376,7 @@ CHAT_KEYS = {*SAMPLING_KEYS, "max_tokens", "max_completion_tokens", "chat_templa
 def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str] = SAMPLING_KEYS) -> None:
     """Raise `ValueError` for a key that the server would ignore, or that the conversation sets itself."""
     for name in (sampling_params or {}).keys() - known:
-        if name == "stop" or name in ("max_tokens", "max_completion_tokens"):
+        if name in ("stop", "max_tokens", "max_completion_tokens"):
             raise ValueError(f"sampling_params: {name!r} is set per turn, by the tool format or max_turn_tokens.")
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
@@ -394,13 +389,13 @@ def check_conversations(prompts: Any, name: str, texts: bool = True, images: boo
     With `texts`, contents become text (`message_text`).
     """
     expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
-    if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Iterable):
         raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. Put a single one into a list.")
     prompts = list(prompts)
     for k, prompt in enumerate(prompts):
         messages = [] if texts and isinstance(prompt, str) else prompt
         if not isinstance(messages, (list, tuple)) or not all(
-            isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
+            isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages
         ):
             raise ValueError(f"{name} contains {prompt!r:.80}, expected {expected}, with role and content.")
         if texts and not all(isinstance(message["content"], str) for message in messages):

@@ -52,11 +52,11 @@ class PromptTooLong(Exception):
         super().__init__(f"{tokens}: there is no room for a turn. Shorten what reset returns, or raise {limit}.")
 
 
-def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply | None:
-    """Validate what `respond` of the class `name` returned: a `Reply`, a dict with its keys, or None."""
+def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply:
+    """Validate what `respond` of the class `name` returned: a `Reply`, a dict with its keys, or None (no reply)."""
     where = f"{name}.respond"
     if reply is None:
-        return None
+        return Reply()
     try:
         fields = Reply.__dataclass_fields__
         reply = Reply(**(reply if isinstance(reply, dict) else {key: getattr(reply, key) for key in fields}))
@@ -250,7 +250,7 @@ class Environments:
         is_table = not isinstance(dataset, Rows)  # its rows all have its columns; to read them may decode images
         checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
         read = [name for name in dataset.column_names if name == "environment" or checks]
-        seen: set[tuple] = set()
+        seen = set()
         for number, row in enumerate(dataset if not is_table else dataset.select_columns(read) if read else [{}]):
             try:
                 cls = self.class_of(row)
@@ -301,10 +301,12 @@ class Environments:
 
     def _make(self, rollout: Rollout, cls: type) -> None:
         """Create a rollout's environment. It is closed at once if the rollout was abandoned meanwhile."""
-        rollout.environment = cls()
+        environment = rollout.environment = cls()
         self._open[id(rollout)] = rollout
-        if rollout.abandoned:
-            self._close_now(rollout)
+        if rollout.abandoned and self._open.pop(id(rollout), None) is not None and hasattr(environment, "close"):
+            with suppress(Exception):  # in a thread without a loop: nobody is left to hear of errors
+                if inspect.iscoroutine(closing := environment.close()):
+                    asyncio.run(closing)
 
     async def idle(self, rollout: Rollout) -> None:
         """Wait at most `environment_timeout` for abandoned calls: an instance has one call at a time."""
@@ -328,7 +330,7 @@ class Environments:
         """The environment's reply to a turn, empty if it has none. Raises `EnvironmentFailure`."""
         answer = await self.call(rollout, "respond", rollout, turn)
         said = SaidPictures(self.tokenizer, rollout.pictures)
-        return read_reply(answer, type(rollout.environment).__name__, said) or Reply()
+        return read_reply(answer, type(rollout.environment).__name__, said)
 
     async def _run(self, rollout: Rollout, name: str, function: functools.partial) -> Any:
         function.__name__, read = name, lambda said: said
@@ -382,13 +384,6 @@ class Environments:
         elif not rollout.abandoned and rollout.error is None:
             self._free[type(rollout.environment)].append(rollout.environment)
 
-    def _close_now(self, rollout: Rollout) -> None:
-        """Close an environment in a thread without a loop. Nobody is left to hear of errors."""
-        if self._open.pop(id(rollout), None) is not None and hasattr(rollout.environment, "close"):
-            with suppress(Exception):
-                if inspect.iscoroutine(closing := rollout.environment.close()):
-                    asyncio.run(closing)
-
 
 # The lists of a rollout's turns, as the loss reads them. An environment may change the rollout by mistake.
 
@@ -401,14 +396,11 @@ def num_ids(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
 
 def keep_whole(rollout: Rollout, vocab_size: int) -> None:
     """Mark a rollout as its environment's failure, and drop its turns, if `check_turns` raises."""
-    if rollout.failed:
-        return
-    with failures_end(rollout):
-        try:
+    if not rollout.failed:
+        with failures_end(rollout):
             check_turns(rollout, vocab_size)
-        except EnvironmentFailure:
+        if rollout.failed:
             rollout.turns, rollout.edited = [], None
-            raise
 
 
 def check_turns(rollout: Rollout, vocab_size: int) -> None:
@@ -448,8 +440,7 @@ def first_unknown(ids: list[int], vocab_size: int) -> Any:
         if (lost := next((each for each in ids if is_picture(each) and each not in KNOWN), None)) is not None:
             return lost
         runs = runs_of(ids, partial=True)
-        whole = [run for run in runs if is_picture(run[0]) and len(run) == picture_of(run[0]).num_tokens]
-        ids = [each for run in runs if run not in whole for each in run]
+        ids = join(run for run in runs if not is_picture(run[0]) or len(run) != picture_of(run[0]).num_tokens)
     return next((each for each in ids if type(each) is not int or not 0 <= each < vocab_size), None)
 
 

@@ -227,7 +227,7 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
     # `shown` keeps its pictures while the prompt is tokenised.
-    further: list[int] = []
+    further = []
     (prompt,) = check_conversations([prompt], "prompts", images=True)
     prompt, shown = read_row(prompt, row, env.tokenizer, env, "prompt", "mark_images")
     if shown and env.environments is not None and not hasattr(env, "mark_images"):
@@ -262,9 +262,7 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
         elif of_env == own and key != "tool_format":  # its system prompt is made
             setattr(env, key, value)
         elif value != of_env:
-            raise ValueError(
-                f"{key}: {value} in the configuration, and {of_env} in the environment. Give both the same."
-            )
+            raise ValueError(f"{key}: {value} in the configuration, {of_env} in the environment. Give both the same.")
     if env.environments is not None:
         env.environments.timeout = env.environment_timeout
 
@@ -316,10 +314,7 @@ def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: A
 def prepare_env(
     env: Any, args: GRPOConfig, rewards: Any, model: Any, train: Any, test: Any, tokenizer: Any, peft_config: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Check settings, environment, data and model against each other, and share what each of them says.
-
-    Returns the training and test rows with prompts, the tokenizer and the model's configuration.
-    """
+    """Fit settings, environment, data and model to each other. Returns rows, test rows, tokenizer and model config."""
     check_processes(args)
     warn_of_untested()
     warn_without_state_keys(args, env)
@@ -331,9 +326,7 @@ def prepare_env(
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     share_limits(args, env)
     if env.tokenizer and env.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            "env has the tokenizer of another model, such as a trainer before. Make one for each trainer."
-        )
+        raise ValueError("env has the tokenizer of another model, such as a trainer before. Make one per trainer.")
     env.tokenizer = env.tokenizer or tokenizer
     if env.chat_template_kwargs and args.chat_template_kwargs not in (None, env.chat_template_kwargs):
         raise ValueError("chat_template_kwargs: the configuration and the environment have others. Give it to one.")

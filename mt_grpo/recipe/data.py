@@ -27,7 +27,7 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
     [{'question': 'What is 99 - 55 * 7?', 'answer': '-286'}]
     """
     rng = random.Random(seed)
-    rows: dict[str, dict[str, str]] = {}
+    rows = {}  # by expression
     while len(rows) < num_rows:
         numbers = [rng.randint(2, 99) for _ in range(rng.choice((2, 3)))]
         signs = [rng.choice("+-*") for _ in numbers[1:]]
@@ -38,21 +38,19 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
 
 
 def make_chain(num_rows: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
-    """Chains of three or four operations on one number, without repeats. Every value is from 0 to 999.
-
-    A question belongs to `test` by the rule of `make_arithmetic`.
+    """Chains of three or four operations, without repeats, of values from 0 to 999. Splits: as in `make_arithmetic`.
 
     >>> make_chain(1, 16)
     [{'question': 'Start with 9, then + 6, then - 7, then * 4.', 'steps': ['15', '8', '32'], 'answer': '32'}]
     """
     rng = random.Random(seed)
-    rows: dict[str, dict[str, Any]] = {}
+    rows = {}  # by question
     while len(rows) < num_rows:
         value = rng.randint(2, 20)
         question, steps = f"Start with {value}", []
         for _ in range(rng.choice((3, 4))):
             sign, number = rng.choice("+-*"), rng.randint(2, 9)
-            value = {"+": value + number, "-": value - number, "*": value * number}[sign]
+            value = eval(f"{value} {sign} {number}")
             question += f", then {sign} {number}"
             steps.append(str(value))
         held_out = zlib.crc32(question.encode()) % 10 == 0

@@ -205,16 +205,10 @@ class RecipeParser(TrlParser):
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
-    """The keys of a recipe and, unless it has them itself, of the one that it includes. Values of `env` are texts.
-
-    Raises `ValueError` for an unknown key or a value of a wrong type.
-    """
+    """A recipe's keys, and others of its `include`; `env` has texts. Raises `ValueError` for a wrong key or type."""
     text = Path(path).read_text(encoding="utf-8")
-    known = known_keys(classes) | {
-        "env": dict[str, str | int | float | bool],
-        "include": str,
-        "scale_rewards": str | bool,
-    }
+    own = {"env": dict[str, str | int | float | bool], "include": str, "scale_rewards": str | bool}
+    known = known_keys(classes) | own
     try:
         recipe = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:

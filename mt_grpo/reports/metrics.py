@@ -140,12 +140,9 @@ def staleness_metrics(rollouts: list[Rollout], version: int, metrics: dict[str, 
     for of_rank in gather_object([Counter(version - sampled for sampled in turns)]):
         stale.update(of_rank)
     values = sorted(stale.elements()) or [0]
-    metrics |= {
-        "rollout/staleness": [sum(values) / len(values)],
-        "rollout/staleness_p50": [values[math.ceil(len(values) * 0.5) - 1]],
-        "rollout/staleness_p99": [values[math.ceil(len(values) * 0.99) - 1]],
-        "rollout/staleness_max": [values[-1]],
-    }
+    metrics["rollout/staleness"] = [sum(values) / len(values)]
+    for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+        metrics[f"rollout/staleness_{name}"] = [values[math.ceil(len(values) * share) - 1]]
 
 
 def credit_metrics(output: dict[str, Any], batch: Batch, accelerator: Any) -> dict[str, float]:

@@ -217,7 +217,7 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
         return bool(cut) and (cut[-1] is not r.turns[-1] or r.new_tokens < args.max_completion_length)
 
     def calls_of(r: Rollout) -> list[tuple]:
-        calls = [(turn, call, result) for turn in r.turns for call, result in zip(turn.calls, turn.results)]
+        calls = [(turn, *each) for turn in r.turns for each in zip(turn.calls, turn.results)]
         return [(str(call.name), res.error, res.error and res.text[:500], t.finish_reason) for t, call, res in calls]
 
     called, tools = of_all_ranks(lambda r: any(turn.calls for turn in r.turns)), defaultdict(list)
@@ -260,7 +260,7 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
 
 def share(flags: Iterable[Any]) -> float | None:
     """The share of the flags that are true, None if there are none."""
-    flags = [bool(flag) for flag in flags]
+    flags = list(map(bool, flags))
     return mean(flags) if flags else None
 
 
@@ -279,7 +279,7 @@ def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None, window: int) 
 
     windows = [logs[end - window : end] for end in range(len(logs), window - 1, -window)]  # the last one first
     outcomes = [mean_of(f"rewards/{outcome}/mean", of) for of in windows]
-    facts: dict[str, Any] = {"window": window, "since": f" in the last {window} logs"}
+    facts = {"window": window, "since": f" in the last {window} logs"}
     for prefix, of, value in zip(("", "before/"), windows, outcomes):
         facts |= {f"{prefix}{name}": mean_of(name, of) for name in of[-1]} | {f"{prefix}outcome": value}
     return facts | {"best/outcome": max(filter(is_shown, outcomes[1:]), default=None)}
@@ -405,11 +405,6 @@ def bytes_per_token(trainer: ResumableTrainer) -> int:
     return (totals[1] - totals[0]) // 64
 
 
-def most_resident() -> int:
-    """Bytes of this process in memory, at the most so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def gib(num_bytes: float) -> str:
     """Format a number of bytes for people."""
     return f"{num_bytes / 2**30:.3g} GiB"
@@ -453,10 +448,9 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         batches.append(trainer.batch)
         facts = {**facts, **facts_of_batches(trainer, batches)}
     found = troubles(facts)
-    pointless = any(trouble.pointless for trouble in found)
-    on_gpu = trainer.model.device.type == "cuda"
+    most_resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     adam = "with" if trainer.is_deepspeed_enabled else "without"  # its backward takes the step
-    memory = torch.cuda.max_memory_allocated() if on_gpu else most_resident()
+    memory = torch.cuda.max_memory_allocated() if trainer.model.device.type == "cuda" else most_resident
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
     prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
     say("", "The first prompt, as the model reads it:", prompt, "")
@@ -464,6 +458,6 @@ def run_preflight(trainer: ResumableTrainer) -> int:
     say("Problems, causes first:" if found else "No problem was found.")
     for number, trouble in enumerate(found, 1):
         say(f"  {number}. {trouble.name}: {trouble.text}")
-    if pointless:
+    if pointless := any(trouble.pointless for trouble in found):
         say("Training would be pointless.")
     return int(pointless)

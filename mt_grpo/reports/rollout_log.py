@@ -45,7 +45,7 @@ def turn_columns(
     row has a mask of zeros. `trainer_logprobs` may be None.
     """
     tables = {name: output[key].cpu() for name, key in TOKEN_COLUMNS.items() if output.get(key) is not None}
-    columns: list[list[dict[str, list | None]]] = [
+    columns = [
         [dict(zip(TOKEN_COLUMNS, ([0] * len(t.token_ids), [0.0] * len(t.token_ids), None))) for t in rollout.turns]
         for rollout in rollouts
     ]
@@ -124,7 +124,7 @@ def rollout_rows(
 json_or_text = partial(json_text, ensure_ascii=False, default=str)
 
 
-def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer: Any = None) -> list[dict[str, Any]]:
+def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer: Any) -> list[dict[str, Any]]:
     """The turns of a row: in which record each is, and what the model read before it if a further record begins."""
     rows = [turn_row(turn, of_turn, tokenizer) for turn, of_turn in zip(rollout.turns, columns)]
     for number, record in enumerate(rollout.records):
@@ -213,9 +213,9 @@ class RolloutLog:
     def _write(self, batch: Batch, places: list[int], mode: str, step: int, loss: tuple, *values: Any) -> None:
         if not self.begun and step == 0:  # a new run, and not a resumed one
             num_ranks = self.args.world_size if self.args.log_rollouts else 0
-            for match in filter(None, (SEGMENT.fullmatch(path.name) for path in self.path.parent.glob("rollouts.*"))):
-                if int(match[1]) == self.rank or (self.rank == 0 and int(match[1]) >= num_ranks):
-                    self.path.with_name(match[0]).unlink(missing_ok=True)  # another rank may delete it, too
+            for rank, files in segments(self.path.parent).items():
+                for path in files.values() if rank == self.rank or (self.rank == 0 and rank >= num_ranks) else ():
+                    path.unlink(missing_ok=True)  # another rank may delete it, too
         self.begun = True
         if places := places[: self.args.log_rollouts]:
             rollouts = [batch.rollouts[i] for i in places]
@@ -243,12 +243,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     # Half of a character, which a model may write in JSON, has no UTF-8: it is escaped, as JSON does.
     lines = [readable(json_or_text(row)).encode("utf-8", "backslashreplace") + b"\n" for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "rb+" if path.exists() else "wb") as file:
-        if file.seek(0, os.SEEK_END):
+    with open(path, "ab+") as file:  # which writes at the end, wherever it has read
+        if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.truncate(path.read_bytes().rfind(b"\n") + 1)
-                file.seek(0, os.SEEK_END)
         file.writelines(lines)
 
 
@@ -268,7 +267,7 @@ def save_images(folder: Path, pictures: Iterable[Picture]) -> None:
 
 def segments(folder: Path) -> dict[int, dict[int, Path]]:
     """The segments of each rank in an output directory by their numbers, oldest first. The last one is open."""
-    of_rank: dict[int, dict[int, Path]] = {}
+    of_rank = {}
     for path in sorted(folder.glob("rollouts.rank*")):  # numbers before the open segment
         if match := SEGMENT.fullmatch(path.name):
             files = of_rank.setdefault(int(match[1]), {})

@@ -139,7 +139,7 @@ class ChatFormat:
         self._lead = opening + thought  # the thinking that the generation prompt opens
         ids = self.text_ids(behind)
         header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
-        self._headers = [text for text in (header, *self.headers) if text]
+        self._headers = list(filter(None, (header, *self.headers)))
         words = re.findall(r"\w+", f"{tokenizer.chat_template}{self.template}")
         known = {*inspect.signature(tokenizer.apply_chat_template).parameters, *words}
         for name in self.chat_template_kwargs.keys() - known:  # which rendering ignores
@@ -182,11 +182,9 @@ class ChatFormat:
         message = {"role": "assistant", "content": "A turn.", **dict.fromkeys(REASONING_KEYS, "so")}
         block = rf"{re.escape(opening)}\s*so\s*{re.escape(closing)}"
         called = {**message, **self.turn_message(self.probes)}
-        for turns in ([message], [called, *self.results(self.probes, [ToolResult("4")])]):
-            text = self._rendered([ASK, *turns], add_generation_prompt=False)
-            if len(re.findall(block, text)) == text.count(opening) == 1:
-                return True
-        return False
+        chats = [ASK, message], [ASK, called, *self.results(self.probes, [ToolResult("4")])]
+        texts = (self._rendered(chat, add_generation_prompt=False) for chat in chats)
+        return any(len(re.findall(block, text)) == text.count(opening) == 1 for text in texts)
 
     def with_reasoning(self, message: Message) -> Message:
         """Move the thinking in the text of an assistant's message to where the chat template reads it, in its tags."""
@@ -311,10 +309,7 @@ class ChatFormat:
         return any(self.length_of_thinking(part, prompt_ids) is None for part in (ids, ids[:-1]))
 
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
-        """How many of the sampled ids make the turn, and whether something in them ends it.
-
-        This is decided on decoded ids, for every backend: a server's `stop` truncates only its text.
-        """
+        """How many ids make the turn, and whether they end it: by decoded ids, as a server's `stop` cuts only text."""
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
         length, ended = (len(ids), False) if end is None else (end + 1, True)
         before = self._before(prompt_ids) if self.stops else ""

@@ -44,7 +44,7 @@ def start_thread(name: str, work: Callable[[], Any]) -> tuple[threading.Thread, 
     """Run `work` in a daemon thread, which nothing waits for at exit. The future's result is (result, error)."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     context.run(GIVEN_UP.set, None)  # what the tool calls on a loop of its own is no future of this loop
-    done: asyncio.Future = loop.create_future()  # it cannot hold StopIteration as its exception
+    done = loop.create_future()  # it cannot hold StopIteration as its exception
 
     def run() -> None:
         try:

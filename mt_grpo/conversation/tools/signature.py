@@ -83,8 +83,7 @@ class PlainSchema(GenerateJsonSchema):
         """The schema without OpenAPI's `discriminator`, which has references."""
         return {"oneOf": super().tagged_union_schema(schema)["oneOf"]}
 
-    def encode_default(self, dft: Any) -> Any:
-        return as_json(dft)
+    encode_default = staticmethod(as_json)
 
     def generate_definitions(self, inputs: Any) -> tuple[dict[Any, Any], dict[str, Any]]:
         """The schemas written out, and definitions only if a class contains itself."""
@@ -121,7 +120,7 @@ def described(tool: Callable) -> dict[str, Any]:
 
     adapters = [(name, "validation", adapter) for name, (_, adapter) in types_of(tool).items()]
     schemas, definitions = TypeAdapter.json_schemas(adapters, schema_generator=PlainSchema)
-    parameters: dict[str, Any] = {"type": "object", "properties": (properties := {})}
+    parameters = {"type": "object", "properties": (properties := {})}
     for name, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             parameters["additionalProperties"] = schemas[name, "validation"]
@@ -236,7 +235,7 @@ def named_tools(tools: Iterable) -> dict[str, Callable]:
 
 def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
     """Merge groups of tools, name -> function. Raises `ValueError` if two have the same name."""
-    tools: dict[str, Callable] = {}
+    tools = {}
     for tool in (tool for group in groups for tool in group):
         if tool.__name__ in tools:
             raise ValueError(f"Two tools are called {tool.__name__!r}, one of them in {name}. Rename one.")
