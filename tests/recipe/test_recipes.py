@@ -514,6 +514,11 @@ def test_refused_keys(parse):
         parse("--load_in_8bit")
 
 
+def test_a_rate_falls_where_the_reward_no_longer_rises(parse):
+    _, args, _ = parse(lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="reward", eval_strategy="steps")
+    assert args.lr_scheduler_kwargs == {"mode": "max"}
+
+
 @pytest.mark.parametrize(("changes", "words"), [
     ({"loss_type": "cispo"}, "multiplies gradients by a cap of 0.2"),
     ({"loss_type": "cispo", "epsilon_high": 0.28}, "a cap of 0.28, below 1"),
