@@ -9,12 +9,14 @@ import torch
 from datasets import Dataset
 from project import json_lines
 from scripted import (
+    ANSWER,
     CHATML_TOKENIZER,
     END,
     QWEN3_TOKENIZER,
     Scripted,
     call,
     echo,
+    hermes_call,
     ids,
     make_tokenizer,
     of_turns,
@@ -30,8 +32,6 @@ from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.rewards import turn_flags
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
-
-ANSWER = "<answer>5</answer>"
 
 
 class Opens:
@@ -160,10 +160,8 @@ def test_tools_of_the_file_and_of_the_environment_stand_in_the_prompt():
         """Shout."""
         return text.upper()
 
-    _, (rollout,), _ = run(
-        Counter, [[call("shout", text="a"), call("add", amount=1), ANSWER]], tools=[shout],
-        system_prompt="{tool_descriptions}",
-    )  # fmt: skip
+    turns = [call("shout", text="a"), call("add", amount=1), ANSWER]
+    _, (rollout,), _ = run(Counter, [turns], tools=[shout], system_prompt="{tool_descriptions}")
     system = rollout.prompt_messages[0]["content"]
     assert system.startswith("shout(text: str) -> str\nShout.\n\nadd(amount: int) -> str\nAdd to the counter.")
     assert [t.observation for t in rollout.turns] == ["A", "1", None]
@@ -263,7 +261,7 @@ def test_a_continuation_without_one_is_appended(turn, text):
     assert rollout.messages == [{"role": "assistant", "content": content}]
 
 
-ADDS = '<tool_call>\n{"name": "add", "arguments": {"amount": 3}}\n</tool_call>'
+ADDS = hermes_call("add", amount=3)
 
 
 @pytest.mark.parametrize("tool_format, lead, turn, answer, amount", [
@@ -406,8 +404,7 @@ def test_a_call_that_was_given_up_is_over_before_the_next_one_begins(turns):
     """In the next turn, and in the same one."""
     tool_format = {"tool_format": "hermes", "tokenizer": QWEN3_TOKENIZER} if len(turns) == 2 else {}
     if tool_format:
-        one = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-        turns = [f"{one}\n{one}{END}", f"5{END}"]
+        turns = [hermes(("look", {}), ("look", {})), "5<|im_end|>"]
     _, (rollout,), _ = run(Slow, [turns], tool_timeout=0.1, **tool_format)
     results = [result for turn in rollout.turns for result in turn.results]
     assert [result.error for result in results] == ["timeout", None] and results[1].text == "look 2"
@@ -546,8 +543,7 @@ def test_a_row_that_reset_would_not_take_is_refused_before_training():
 
 def hermes(*calls):
     """A turn with these calls, (name, arguments) each, as Qwen3 writes it."""
-    bodies = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies) + "<|im_end|>"
+    return "\n".join(hermes_call(name, **arguments) for name, arguments in calls) + "<|im_end|>"
 
 
 def run_hermes(cls, *turns, **settings):
@@ -797,9 +793,7 @@ def one_step(model, folder, environment, rows, rewards=(), **changes):
 @pytest.mark.contract("TRL environment classes")
 def test_a_step_with_environments(random_model, tmp_path):
     """Their rewards are columns, a failed one is in nobody's statistics, and all are closed behind the rewards."""
-    seen = {}
-
-    numbers = iter([1, 2, 3, 4])
+    seen, numbers = {}, iter([1, 2, 3, 4])
 
     class Numbered:
         closed = []

@@ -31,14 +31,8 @@ from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.rollout import StopReason
 from mt_grpo.training.batch import is_cut_off, trained_records
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}},
-    },
-}
+NUMBERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}}
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": NUMBERS}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>'
 
 
@@ -300,7 +294,6 @@ def test_a_frozen_branch_is_read_and_not_trained():
         frozen = await client.chat.completions.create(model="policy-frozen", messages=[user("a"), said, user("b")])
         message = frozen.choices[0].message.model_dump(exclude_none=True)
         await ask(client, [user("a"), said, user("b"), message, user("c")])
-
         assert (await respond(client, "Title?", model="policy-frozen")).model == frozen.model == "policy-frozen"
 
     rollout, _ = run(agent, "1", "2", "3", "4", "5")
@@ -465,10 +458,8 @@ async def endless(row, client):
 
 
 async def catches(row, client):
-    messages = [user("a")]
     try:
-        while True:
-            messages += [await ask(client, messages), user("b")]
+        await endless(row, client)
     except openai.RateLimitError as error:
         assert error.code == "rollout_over" and error.response.headers["x-should-retry"] == "false"
         return 0.25
@@ -666,21 +657,17 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     assert "is not served" in rollout.turns[-1].info["refused"]
 
 
-def results_of(message):
-    return [{**result, "tool_call_id": f"mine-{k}"} for k, result in enumerate(tool_message(message))]
-
-
 def renamed(message):
-    """As a program that gives calls ids of its own."""
-    calls = [{**call, "id": f"mine-{k}"} for k, call in enumerate(message["tool_calls"])]
-    return {**message, "tool_calls": calls}
+    """The message and its results, as a program sends them that gives calls ids of its own."""
+    message = {**message, "tool_calls": [{**call, "id": f"mine-{k}"} for k, call in enumerate(message["tool_calls"])]}
+    return [message, *tool_message(message)]
 
 
 # What the second request says, the first one's messages being [user("What?")], and whether it tells of the first turn.
 TELLS = {
     "it goes on": (lambda said: [user("What?"), said, *tool_message(said)], True),
     "an edited system prompt": (lambda said: [system("10:31"), user("What?"), said, *tool_message(said)], True),
-    "with ids of its own": (lambda said: [system("10:31"), user("What?"), renamed(said), *results_of(said)], True),
+    "with ids of its own": (lambda said: [system("10:31"), user("What?"), *renamed(said)], True),
     "results behind an edited call": (
         lambda said: [system("10:31"), {**said, "content": "I add."}, *tool_message(said)], True
     ),
@@ -963,11 +950,8 @@ def test_a_reward_by_header_is_given_once():
 
     async def agent(row, client):
         said = await ask(client, [user("a")])
-        asked = {
-            "model": "policy",
-            "messages": [user("a"), said, user("b")],
-            "extra_headers": {"X-Turn-Reward": "0.5"},
-        }
+        asked = {"model": "policy", "messages": [user("a"), said, user("b")]}
+        asked["extra_headers"] = {"X-Turn-Reward": "0.5"}
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.3, max_retries=0).chat.completions.create(**asked)
         await client.chat.completions.create(**asked)

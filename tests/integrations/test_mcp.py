@@ -9,8 +9,7 @@ import psutil
 import pytest
 import vision_model
 from processes import ends, wait_for_port
-from scripted import CHATML_TOKENIZER, Scripted, call
-from test_environments import ANSWER
+from scripted import ANSWER, CHATML_TOKENIZER, Scripted, call
 from test_verl import free_port, settings
 
 import mt_grpo_trainer as mt

@@ -32,19 +32,13 @@ from scripted_schedulers import (
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.integrations.ms_swift import paths as swift_paths
+from mt_grpo.integrations.ms_swift import paths as swift_paths, schedulers as ours
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.loss import LossScale, loss_scale_map
 from mt_grpo.integrations.ms_swift.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from mt_grpo.integrations.ms_swift.recipe import as_reward, columns_of
 from mt_grpo.integrations.ms_swift.rewards import AsyncORM
-from mt_grpo.integrations.ms_swift.schedulers import (
-    MathTipsMultiTurnScheduler,
-    MathTipsScheduler,
-    MultiTurnScheduler,
-    RolloutScheduler,
-    ThinkingModelTipsScheduler,
-)
+from mt_grpo.integrations.ms_swift.schedulers import MathTipsScheduler, MultiTurnScheduler, RolloutScheduler
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import StopReason
 from mt_grpo.training.batch import trained_records
@@ -193,30 +187,42 @@ def waits_and_asks(self, request, choice, turn):
     return Asks.step(self, waits(self, request, choice, turn)["infer_request"], choice, turn)
 
 
-@pytest.mark.parametrize(
-    "step, read", [(waits, []), (waits_by_ids, []), (waits_and_asks, ids("<|im_end|>" + NEXT.format("And 1?")))]
-)
-def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(step, read):
-    """The end was sampled and is trained. What goes on does not follow it, so that a record begins."""
-    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
-    first, second = trained_records(rollout)
-    assert first.prompt_ids == ids(PROMPT) and first.completion_ids == ids(FIRST) + END
-    assert second.prompt_ids == ids(PROMPT) + ids(FIRST) + ids(" Wait:") + read
-    assert second.completion_ids == ids(SECOND) + END and second.loss_mask == [1] * len(ids(SECOND) + END)
-
-
-@pytest.mark.parametrize("said", ["It is X.", "Different"])
-def test_an_edited_answer_is_trained_whole_also_where_the_next_one_is_begun(said):
+def edits(said):
     def step(self, request, choice, turn):
         request.messages[-1]["content"] = said
         request.messages += [user("And?"), answer("I think")]
         return {"infer_request": request}
 
+    return step
+
+
+def begins_anew(said):
+    def step(self, request, choice, turn):
+        request.messages = [user("Said: 2."), answer(said), user("And now?")]
+        return {"infer_request": request}
+
+    return step
+
+
+OF_USER = "<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+BEGUN = [  # a step behind an end of turn, and what is read in the record that it begins
+    *((step, [PROMPT, FIRST, " Wait:"]) for step in (waits, waits_by_ids)),
+    (waits_and_asks, [PROMPT, FIRST, " Wait:", "<|im_end|>" + NEXT.format("And 1?")]),
+    *((edits(said), [PROMPT, f"{said}<|im_end|>\n{OF_USER % 'And?'}", "I think"])
+      for said in ("It is X.", "Different")),
+    *((begins_anew(said), [f"{OF_USER % 'Said: 2.'}{said}<|im_end|>\n{OF_USER % 'And now?'}"])
+      for said in ("Right.", FIRST)),  # also if the last response stands in it as it was
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step, read", BEGUN)
+def test_what_goes_on_without_the_end_of_turn_or_is_edited_begins_a_record(step, read):
+    """The answer was sampled with its end and is trained whole, also where the next one is begun."""
     rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
     first, second = trained_records(rollout)
-    assert first.completion_ids == ids(FIRST) + END and second.completion_ids == ids(SECOND) + END
-    between = f"{said}<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
-    assert second.prompt_ids == ids(PROMPT) + ids(between) + ids("I think")
+    assert first.prompt_ids == ids(PROMPT) and first.completion_ids == ids(FIRST) + END
+    assert second.prompt_ids == [token for text in read for token in ids(text)]
+    assert second.completion_ids == ids(SECOND) + END and second.loss_mask == [1] * len(ids(SECOND) + END)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -234,23 +240,6 @@ def test_ids_may_begin_with_what_the_scheduler_began(masked):
     begun = ids(NEXT.format("And?")) + ids("I think")
     assert rollout.completion_ids == first + begun + second + ids(NEXT.format("More?")) + first
     assert trained_ids(rollout) == first + second + first
-
-
-@pytest.mark.parametrize("said", ["Right.", FIRST])
-def test_an_edited_history_begins_a_record(said):
-    """Also if the last response stands in it as it was."""
-
-    def step(self, request, choice, turn):
-        request.messages = [user("Said: 2."), answer(said), user("And now?")]
-        return {"infer_request": request}
-
-    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
-    first, second = trained_records(rollout)
-    assert first.completion_ids == ids(FIRST) + END and second.completion_ids == ids(SECOND) + END
-    assert TOKENIZER.decode(second.prompt_ids) == (
-        f"<|im_start|>user\nSaid: 2.<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
-        "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 @pytest.mark.contract("response_loss_mask")
@@ -272,7 +261,7 @@ def test_a_mask_chooses_among_what_was_sampled():
 @pytest.mark.contract("math_tip_trick", "check_finished", "math_tip_trick_multi_turn")
 def test_tips_token_for_token(monkeypatch):
     """`math_tip_trick`: what stands from the answer on is neither read nor trained."""
-    solution = {"solution": "3"}
+    solution, said = {"solution": "3"}, ("<answer>2</answer>", "<answer>3</answer>")
     monkeypatch.setattr(swift_paths.rewards, "SECONDS", 0.5)
     monkeypatch.setattr(swift_paths.rewards, "WORKERS", [])
     rollout, _ = run(MathTipsScheduler, "so <answer>2</answer>", "<answer>3</answer>", row=solution, max_turns=3)
@@ -286,23 +275,16 @@ def test_tips_token_for_token(monkeypatch):
     assert rollout.environment.outputs[0]["rollout_infos"]["num_turns"] == 2
     right, _ = run(MathTipsScheduler, "<answer>3</answer>", row=solution, max_turns=3)
     assert len(right.turns) == 1 and right.stop_reason == StopReason.ENVIRONMENT_STOP
-    said = "<answer>2</answer>", "<answer>3</answer>"
-    rollout, _ = run(MathTipsScheduler, *said, row={"solution": "3"}, max_turns=3)
+    rollout, _ = run(MathTipsScheduler, *said, row=solution, max_turns=3)
     (record,) = trained_records(rollout)
     assert record.completion_ids == ids("<answer>3</answer>") + END
     assert TOKENIZER.decode(record.prompt_ids).endswith("assistant\nBut wait... It seems I made a mistake,")
 
     rollout, _ = run(MathTipsScheduler, "<answer>$9^{9^{9}}$</answer>", said[1], row=solution, max_turns=3)
     assert len(rollout.turns) == 2  # a comparison without end is ended
-
-    def empties(self, request, choice, turn):
-        request.messages[-1]["content"] = ""
-        request.messages.append(user("Again!"))
-        return request
-
-    rollout, _ = run(step_by(empties), FIRST, SECOND, max_turns=2)
+    rollout, _ = run(changing(lambda request: request.messages[-1].update(content="")), FIRST, SECOND, max_turns=2)
     assert [turn.trained for turn in rollout.turns] == [False, True]
-    rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", row={"solution": "3"})
+    rollout, _ = run(ours.MathTipsMultiTurnScheduler, "<answer>2</answer>", row={"solution": "3"})
     assert [m["role"] for m in rollout.environment.outputs[0]["messages"]] == ["user", "assistant"] * 2
     assert len(trained_records(rollout)) == 1 and len(rollout.turns) == 2
 
@@ -323,7 +305,7 @@ def test_a_cut_keeps_whole_characters(said):
 @pytest.mark.parametrize("loss_scale", ["default", "last_round"])
 def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
     said = "<think>much</think> <answer>2</answer>"
-    rollout, _ = run(ThinkingModelTipsScheduler, said, row={"solution": "3"}, loss_scale=loss_scale)
+    rollout, _ = run(ours.ThinkingModelTipsScheduler, said, row={"solution": "3"}, loss_scale=loss_scale)
     first, second = trained_records(rollout)
     assert first.completion_ids == second.completion_ids == ids(said) + END
     assert "much" not in TOKENIZER.decode(second.prompt_ids) and "<answer>2" in TOKENIZER.decode(second.prompt_ids)
@@ -405,11 +387,8 @@ def test_constructors_and_tools():
         assert len(run(cls, FIRST, max_turns=3)[0].turns) == 3
     tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
 
-    def step(self, request, choice, turn):
-        request.tools = [tool]
-        return Asks.step(self, request, choice, turn)
-
-    first, second = trained_records(run(step_by(step), FIRST, max_turns=2)[0])
+    changes = changing(lambda request: setattr(request, "tools", [tool]))
+    first, second = trained_records(run(changes, FIRST, max_turns=2)[0])
     assert '"add"' not in TOKENIZER.decode(first.prompt_ids) and '"add"' in TOKENIZER.decode(second.prompt_ids)
 
 

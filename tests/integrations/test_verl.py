@@ -16,8 +16,8 @@ from conftest import data_file
 from datasets import Dataset
 from processes import wait_for_port
 from project import ROOT
-from scripted import CHATML_TOKENIZER, Scripted, call, ids
-from test_environments import ANSWER, verify_records
+from scripted import ANSWER, CHATML_TOKENIZER, Scripted, call, ids
+from test_environments import verify_records
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
@@ -48,7 +48,6 @@ def fresh_verl(monkeypatch):
                 finder.beside.clear()
 
     forget()
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("mt_grpo.base.errors._told", set())
     yield
     forget()
@@ -214,8 +213,8 @@ def test_the_ground_truth_of_a_worked_solution_is_its_number(answer):
 
 
 def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
-    counter(tmp_path, CREATED='"own", ToolResponse(text="It is 0.")')
-    rewrite(tmp_path, "self.values[instance_id] = start", "self.values['own'] = start")
+    own = {"CREATED": '"own", ToolResponse(text="It is 0.")', "values[instance_id] = start": "values['own'] = start"}
+    counter(tmp_path, {**NEW, **own})
     (rollout,), _ = count(tmp_path, [call("count"), ANSWER])
     assert rollout.prompt_ids == ids("<|im_start|>user\nHow many?\nIt is 0.<|im_end|>\n<|im_start|>assistant\n")
     assert rollout.turns[0].observation == "1"  # under the id that `create` gave
@@ -235,13 +234,6 @@ def test_results_and_failures_of_tools(tmp_path):
     assert [step for step, *_ in log].count("release") == 1
 
 
-def rewrite(folder, old, new):
-    """Another line in the counter's file."""
-    source = (folder / "written_tools.py").read_text()
-    assert source.count(old) == 1
-    (folder / "written_tools.py").write_text(source.replace(old, new))
-
-
 HANGS = """\
         import asyncio, threading, time
         log.append(("thread", threading.current_thread().name))
@@ -251,8 +243,7 @@ HANGS = """\
 
 def test_a_tool_that_hangs_or_blocks_delays_no_conversation(tmp_path):
     """The time limit of a call is told to the model. A tool that blocks its loop delays tools, and nothing else."""
-    counter(tmp_path, NEW)
-    rewrite(tmp_path, '        log.append(("execute"', HANGS + '        log.append(("execute"')
+    counter(tmp_path, {**NEW, '        log.append(("execute"': HANGS + '        log.append(("execute"'})
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))(tool_timeout=0.5)
     hangs, blocks = converse(env, [[call("count", by=1), ANSWER], [call("count", by=2), ANSWER]], [{}, {}])
     assert [r.turns[0].error for r in (hangs, blocks)] == ["timeout", "timeout"]
@@ -492,8 +483,7 @@ def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
 
 
 def test_a_create_that_is_abandoned_is_released(tmp_path):
-    counter(tmp_path, NEW)
-    rewrite(tmp_path, "        return instance_id, ToolResponse()", "        import asyncio; await asyncio.sleep(600)")
+    counter(tmp_path, {**NEW, "return instance_id, ToolResponse()": "import asyncio; await asyncio.sleep(600)"})
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))(environment_timeout=0.5)
     (rollout,) = converse(env, [[ANSWER]], [{}])
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
@@ -512,16 +502,14 @@ def test_what_no_tool_returns_is_an_error(tmp_path, returned):
     assert rollout.turns[0].error == "tool" and rollout.turns[0].results[0].reward is None
 
 
-DRAWS = "from vision_model import picture as drawn\n"
-
-
 @pytest.mark.contract("verl images")
 def test_images_of_a_tool_by_yaml(tmp_path):
     """Before the text, as in verl. What a tool reads of the conversation has them, too."""
     returned = "ToolResponse(text='0123456789', image=[drawn(1), None, drawn(2)]), 0.5, {'seen': kwargs['agent_data']}"
     shape = {"CREATED": "instance_id, ToolResponse(text='Board:', image=[drawn(0)])", "RETURNED": returned}
     path = counter(tmp_path, shape)
-    (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
+    source = (tmp_path / "written_tools.py").read_text()
+    (tmp_path / "written_tools.py").write_text(f"from vision_model import picture as drawn\n{source}")
     env = build(tools_config_file=path)()
     tokenizer = env.tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in (call("count"), ANSWER)]
@@ -545,9 +533,7 @@ def test_what_the_model_reads_of_a_tool(tmp_path):
         "type": "object", "required": ["queries"],
         "properties": {"queries": {"type": "array", "items": {"type": "string"}, "description": "What for."}},
     }}}  # fmt: skip
-    text = (
-        f"tools: [{{class_name: written_tools.Counter, config: {{a: 1e-4, b: 7}}, tool_schema: {json.dumps(schema)}}}]"
-    )
+    text = NATIVE.replace("type: native", "a: 1e-4, b: 7").replace("null", json.dumps(schema))
     env = build(tools_config_file=counter(tmp_path, NEW, text))()
     assert env.environments.by_name[None].verl_tools["find"].config == {"a": 1e-4, "b": 7}  # as OmegaConf reads it
     (tool,) = env.environments.tools_of_class({}).values()
@@ -615,19 +601,15 @@ class Remote:
         return Remote(getattr(self.made, name))
 
 
-def ray_module():
-    ray = types.ModuleType("ray")
-    ray.remote = lambda *args, **kwargs: Remote(*args) if args else Remote
-    ray.method, ray.get = lambda **kwargs: lambda function: function, lambda result: result.value
-    return ray
-
-
 @pytest.mark.contract("verl search tool")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_search_tool_against_the_server(search_server, tmp_path, monkeypatch, unmodified):
     """verl's own file, with a stand-in for ray, and what is built in; both with verl's YAML but for the port."""
     if unmodified:
-        monkeypatch.setitem(sys.modules, "ray", ray_module())
+        ray = types.ModuleType("ray")
+        ray.remote = lambda *args, **kwargs: Remote(*args) if args else Remote
+        ray.method, ray.get = lambda **kwargs: lambda function: function, lambda result: result.value
+        monkeypatch.setitem(sys.modules, "ray", ray)
         monkeypatch.setitem(sys.modules, "ray.actor", types.ModuleType("ray.actor"))
         shutil.copy(data_file("plugins/verl/search_tool.py"), tmp_path)
     config = data_file("plugins/verl/search_tool_config.yaml").read_text()

@@ -262,12 +262,7 @@ def test_unreadable_scores_are_none_unless_they_are_more_than_half(judge, server
         grade_calls(judge, 3)
 
 
-FAILURES = {
-    "429": status(429, ""),
-    "500": status(500, ""),
-    "no answer": Fault("gone", status=0),
-    "slow": said("7", 60),
-}
+FAILURES = {"429": status(429, ""), "500": status(500, ""), "gone": Fault("gone", status=0), "slow": said("7", 60)}
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -297,8 +292,12 @@ def test_the_first_failure_and_reward_timeout_end_the_requests_that_wait(judge, 
         grade_calls(judge, 6)
     while server.in_flight:
         time.sleep(0.01)
+    completion = [{"role": "assistant", "content": call("Rollo").text}]
+    columns = {"prompts": [question()], "completions": [completion], "completion_ids": [[1]], "answer": [["Norway"]]}
+    columns |= {"trainer_state": SimpleNamespace(global_step=0), "rollout_turns": [[call("Rollo")]]}
+    columns |= {name: lambda *_: None for name in ("log_extra", "log_metric")}
     with pytest.raises(RuntimeError, match="judged_turn_reward_func took longer"):
-        run_rewards([judge.judged_turn_reward_func], columns([[call("Rollo")]]), 0.3)
+        run_rewards([judge.judged_turn_reward_func], columns, 0.3)
     while server.in_flight:
         time.sleep(0.01)
 
@@ -312,19 +311,6 @@ def test_the_key_is_sent_and_never_shown(judge, server, monkeypatch):
         with pytest.raises(RuntimeError, match="401|xxx") as error:
             grade_calls(judge)
         assert KEY[:4] not in str(error.value)
-
-
-def columns(rollouts):
-    return {
-        "prompts": [question()] * len(rollouts),
-        "completions": [[{"role": "assistant", "content": turn.text} for turn in turns] for turns in rollouts],
-        "completion_ids": [[1]] * len(rollouts),
-        "rollout_turns": rollouts,
-        "answer": [["Norway"]] * len(rollouts),
-        "trainer_state": SimpleNamespace(global_step=0),
-        "log_extra": lambda *_: None,
-        "log_metric": lambda *_: None,
-    }
 
 
 def test_no_proxy_stands_between(judge, server, monkeypatch):

@@ -18,8 +18,7 @@ import psutil
 import pytest
 from processes import alive, ends
 from project import ROOT
-from scripted import CHATML_TOKENIZER, Scripted, call
-from test_environments import ANSWER
+from scripted import ANSWER, CHATML_TOKENIZER, Scripted, call
 
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo_trainer import MultiTurnToolEnv
