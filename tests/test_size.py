@@ -20,13 +20,13 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1250,
-    "core": 12930,
+    "core": 12915,
     "core modules": 57,
     "modules that the script imports": 25,
-    "script and package": 21000,
+    "script and package": 20931,
     "scripts": 8440,
     "tools and rewards": 2780,
-    "tests": 33990,
+    "tests": 33950,
     "docs": 3915,
     "recipes": 2566,
     "root": 437,
@@ -34,8 +34,8 @@ CEILINGS = {
     "notebooks, bytes": 106336,
     "data, bytes": 2181236,
     "own recipe keys": 59,
-    "fmt: skip and fmt: off": 476,
-    "public names without a docstring": 41,
+    "fmt: skip and fmt: off": 475,
+    "public names without a docstring": 39,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.
