@@ -517,7 +517,7 @@ def test_an_agents_time():
         await ask(client, [user("b")])
         return 1.0
 
-    rollout, _ = run(agent, "1", seconds=0.8, timeout=0.7)
+    rollout, _ = run(agent, "1", seconds=2.1, timeout=2.0)
     assert rollout.reward == 1.0 and rollout.stop_reason == StopReason.AGENT_DONE
 
 
