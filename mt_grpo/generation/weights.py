@@ -178,7 +178,7 @@ class PolicyWeights(VLLMGeneration):
 
 @contextmanager
 def off_by_rounding(model: Any, size: float) -> Iterator[None]:
-    """Context manager in which embeddings are off by `size`, relatively, and each time else: all else rounds anew.
+    """Context manager in which embeddings carry relative noise of `size`, new in each pass: all else rounds anew.
 
     Right computations in another order were 0.7 to 1.8 times as far apart (bf16, `size` 2^-8; 2^-20 for float32).
     """

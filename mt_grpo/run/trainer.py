@@ -83,7 +83,7 @@ class WeightCounter(TrainerCallback):
 class ResumableTrainer(GRPOTrainer):
     """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed."""
 
-    reads_more_than_advantages = False  # whether the loss has a term that is not 0 where all advantages are
+    reads_more_than_advantages = False  # whether the loss has a term that is not 0 where advantages are 0
     FP16_SKIPS = 50  # steps in a row, which fp16's scaler skips; from 65,536 a scale is 1 after 16 of them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
@@ -327,7 +327,7 @@ class ResumableTrainer(GRPOTrainer):
         """`Trainer.evaluate` that does not change training: random numbers, and the mode that `log` goes by."""
         if eval_dataset and not isinstance(eval_dataset, str | dict) and self.env.environments is None:
             if "prompt" not in eval_dataset[0]:  # which would be an empty one
-                raise ValueError("evaluate: the first row has no prompt. Only the constructor makes one of question.")
+                raise ValueError("evaluate: the first row has no prompt. The constructor alone makes one of question.")
         before, training = get_rng_state(), self.model.training
         self._of_data = str(kwargs.get("metric_key_prefix", "eval")).removeprefix("eval").removeprefix("_")
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some

@@ -5,7 +5,7 @@
 The launcher starts it first, in a session of its own and with the signals blocked that stop the launcher. On standard
 input the launcher tells what it starts, a line `process NAME PID` for the first process of each session. The pipe
 reads end-of-file when the launcher has ended, even by a KILL. Then every process of these sessions or with MARK in its
-environment gets a SIGTERM, and `GRACE` later, the trainer after SECONDS, a SIGKILL. Only psutil is imported: fast.
+environment gets a SIGTERM, and `GRACE` later, the trainer after SECONDS, a SIGKILL. It imports only psutil, for speed.
 """
 
 import contextlib

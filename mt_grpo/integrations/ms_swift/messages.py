@@ -170,9 +170,9 @@ def place_tags(
     return messages, [reader.read(image, f"{where}, image {k}", paths=True) for k, image in enumerate(images)]
 
 
-def mark_tags(*of_row: Any) -> tuple[list[Message], list[Picture]]:
+def mark_tags(prompt: list[Message], row: dict, tokenizer: Any, where: str) -> tuple[list[Message], list[Picture]]:
     """Read the images of a row like `place_tags`, with image marks instead of the tags."""
-    messages, shown = place_tags(*of_row)
+    messages, shown = place_tags(prompt, row, tokenizer, where)
     return with_images(messages, shown) if shown else messages, shown
 
 
