@@ -48,6 +48,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "title": "Search", "recipe": "hf_recipes/SmolLM2/squad-search.yaml", "steps": 20, "problems": 100, "seeds": 8,
     },
     "squad-search-0.5B": CODER | {"title": "Search, half a billion parameters", "recipe": f"{QWEN}squad-search.yaml"},
+    "hops-0.5B": CODER | {"title": "One search or two, half a billion parameters", "recipe": f"{QWEN}hops.yaml"},
     "gsm8k-0.5B": CODER | {"title": "GSM8K, half a billion parameters", "recipe": f"{QWEN}gsm8k.yaml"},
     "squad-search-gpu": {
         "title": "Search, on a GPU", "recipe": "hf_recipes/SmolLM2/squad-search.yaml", "steps": 200, "problems": 100,
@@ -96,7 +97,7 @@ def run(task: str, method: str, seed: int, steps: int, num_problems: int) -> dic
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of the largest process that has ended
     row = {
         "task": task, "method": method, "seed": seed, "steps": steps, "commit": commit(),
-        "machine": {"gpu": gpu(task)} if gpu(task) else {name: common.machine()[name] for name in ("cpu", "cores")},
+        "machine": gpu(task) or "{cores} cores ({cpu})".format(**common.machine()),
         "seconds": None if resume else seconds, "gib": memory / 2**20, "num_tokens": logs[-1]["num_tokens"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         **evaluated(whole(output), task, num_problems),
@@ -300,8 +301,7 @@ def compared(methods: dict[str, list[dict[str, Any]]], again: dict[str, Any]) ->
 def costs(runs: list[dict[str, Any]]) -> str:
     """The steps, tokens and minutes of the runs, the machines and the commits, as a sentence."""
     minutes, tokens = [row["seconds"] / 60 for row in runs if row.get("seconds")], [row["num_tokens"] for row in runs]
-    places = [run["machine"] for run in runs]
-    machines = {of.get("gpu") or f"{of['cores']} cores ({of['cpu']})": None for of in places}
+    machines = dict.fromkeys(run["machine"] for run in runs)
     memory = [row["gib"] for row in runs if "gib" in row]
     of_memory = f" and at most {max(memory):.1f} GiB in a process" if memory else ""
     return (

@@ -14,7 +14,7 @@ def figures(exact, found=0.25):
 def row(method, seed, exact, found=0.25):
     return {
         "task": "squad-search", "method": method, "seed": seed, "steps": 20, "commit": "abc", "num_tokens": 3000.0,
-        "machine": {"cpu": "a processor", "cores": 2}, "seconds": 600.0 + 60 * seed, "no_signal": 0.5,
+        "machine": "2 cores (a processor)", "seconds": 600.0 + 60 * seed, "no_signal": 0.5,
         "sampled": figures(exact, found), "greedy": figures(exact + 0.1, found), "curve": [0, 10, 20],
         **dict.fromkeys(bench.PERPLEXITIES, 12.0 + seed),
     }  # fmt: skip
