@@ -4,11 +4,9 @@
     python scripts/bench/credit.py --tasks sparse --methods outcome mt_grpo --seeds 0 1
     python scripts/bench/credit.py --report            # only the pictures and the tables, from the results file
 
-Tasks: those of docs/credit.md, and `lengths`: `chain` with `outcome`, by `loss_type`: how long failed rollouts become.
-
 All methods of a task have the same model, rewards, seeds, learning rate, batches and sampled tokens. Resumable: each
 finished run is at once a row of docs/results/credit.json, with the commit that made it, and is not run again: delete
-its row for that. `sparse` and `bifurcation` compare three methods on 15 seeds; everything else has five.
+its row for that. `sparse`, `unpaid` and `bifurcation` compare methods on 15 seeds; everything else has five.
 """
 
 import argparse
@@ -43,13 +41,16 @@ METHODS = {  # what each sets beside `credit_assignment`
     "zero_sum": [],
 }
 HEADLINE, HEADLINE_SEEDS, NUM_SEEDS = ("outcome", "merged", "mt_grpo"), 15, 5
-LOSS_TYPES = {name: ["--loss_type", name] for name in ("grpo", "dapo", "dr_grpo")}
 SPARSE = ["--config", "hf_recipes/tiny/chain-sparse.yaml"]
 HOPS = ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"]
 CHAIN = ["--config", "hf_recipes/tiny/chain.yaml"]
 TASKS: dict[str, dict[str, Any]] = {
     "chain": {"title": "Chain, outcome within reach", "tokens": 60_000, "arguments": CHAIN},
     "sparse": {"title": "Chain, rare outcome", "tokens": 80_000, "arguments": SPARSE, "seeds": HEADLINE_SEEDS},
+    "unpaid": {
+        "title": "Chain, rare outcome, nothing for a call that runs", "tokens": 80_000, "seeds": HEADLINE_SEEDS,
+        "arguments": [*SPARSE, "--turn_reward_weights", "0", "1"], "methods": METHODS.keys() - {"outcome"},
+    },
     "bifurcation": {
         "title": "Bifurcation: call 1 of 0 to 3 decides", "tokens": 30_000, "seeds": HEADLINE_SEEDS,
         "outcome": "Bifurcation", "decisive": 1, "decoys": 3, "arguments": [
@@ -58,7 +59,6 @@ TASKS: dict[str, dict[str, Any]] = {
         ],
     },
     "hops": {"title": "Search, one or two hops", "tokens": 35_000, "arguments": HOPS},
-    "lengths": {"title": "Chain, by loss_type", "tokens": 60_000, "arguments": CHAIN, "methods": LOSS_TYPES},
 }  # fmt: skip
 THRESHOLD, LEARNED = 0.8, 0.5  # of the smoothed training curve; of the held-out exact match
 POINTS = 25  # of a run's curve, at equal distances in sampled tokens
@@ -84,10 +84,7 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     disable_progress_bar()
     started = time.perf_counter()
     outcome = settings.get("outcome", "exact_match_reward_func")
-    if "methods" in settings:
-        way = ["--credit_assignment", "outcome", *settings["methods"][job["method"]]]
-    else:
-        way = ["--credit_assignment", job["method"], *METHODS[job["method"]]]
+    way = ["--credit_assignment", job["method"], *METHODS[job["method"]]]
     if "decisive" in settings:
         way += ["--dataset_name", str(bifurcation_rows(settings["decisive"], settings["decoys"]))]
     recipe = mt.parse_arguments([
@@ -105,16 +102,12 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     values = smoothed([log[f"rewards/{outcome}/mean"] for log in logs])
     trainer.model.eval()
     how = {"tokenizer": trainer.processing_class, "progress": False, "batch_size": NUM_PROBLEMS}
-    result = evaluate.evaluate(trainer.model, recipe, NUM_PROBLEMS, show=NUM_PROBLEMS, **how)
-    failed = [each for each in result["conversations"] if not each["rewards"][outcome]]
-    texts = [[m["content"] for m in each["messages"] if m["role"] == "assistant"] for each in failed]
-    lengths = [sum(len(trainer.processing_class(text)["input_ids"]) for text in of) for of in texts]
+    result = evaluate.evaluate(trainer.model, recipe, NUM_PROBLEMS, **how)
     row = {
         **job,
         "commit": commit(),
         "exact_match": result["rewards"]["outcome"][outcome],
         "turns": result["mean_turns"],
-        "failed_tokens": statistics.fmean(lengths) if lengths else None,  # sampled by a held-out rollout that failed
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         "to_threshold": next((t for t, value in zip(tokens, values) if value > THRESHOLD), None),
         "seconds": time.perf_counter() - started,
@@ -203,7 +196,8 @@ def make_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None) -> 
         {"task": task, "method": method, "seed": seed}
         for task in tasks
         for seed in (range(HEADLINE_SEEDS) if seeds is None else seeds)
-        for method in TASKS[task].get("methods", methods)
+        for method in methods
+        if method in TASKS[task].get("methods", METHODS)
         if seeds is not None or seed < (TASKS[task].get("seeds", NUM_SEEDS) if method in HEADLINE else NUM_SEEDS)
     ]
 
@@ -296,20 +290,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     groups, lines = reported(rows), []
     titles = ["", "seeds that learn", "p", "exact match [95%]", "p", "tokens to 0.8", "turns", "no signal"]
     for task, settings in TASKS.items():
-        runs = {m: groups[task, m] for m in settings.get("methods", METHODS) if (task, m) in groups}
+        runs = {m: groups[task, m] for m in METHODS if (task, m) in groups}
         if not runs:
             continue
         lines += [f"**{settings['title']}**, {settings['tokens'] // 1000}k sampled tokens", ""]
-        if task == "lengths":
-            lines += ["| `loss_type` | exact match | sampled tokens of a failed rollout [95%] |", "|---|---|---|"]
-            for name, of in runs.items():
-                exact, lengths = [r["exact_match"] for r in of], [r["failed_tokens"] for r in of if r["failed_tokens"]]
-                low, high = bootstrap(lengths)
-                shown = f"{statistics.fmean(lengths):.1f} [{low:.1f}, {high:.1f}]"
-                lines.append(f"| `{name}` | {statistics.fmean(exact):.2f} | {shown} |")
-        else:
-            lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-            lines += [line(of, runs.get("mt_grpo") if name != "mt_grpo" else None) for name, of in runs.items()]
+        lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+        lines += [line(of, runs.get("mt_grpo") if name != "mt_grpo" else None) for name, of in runs.items()]
         lines.append("")
     return "\n".join(lines).rstrip("\n")
 
@@ -340,7 +326,7 @@ def report() -> None:
     if not reported(rows):
         sys.exit(f"error: {len(rows)} runs in {RESULTS}, and no method has {NUM_SEEDS} seeds.")
     table = markdown(rows)
-    plot(rows, PICTURE, [task for task in TASKS if task != "lengths"], list(METHODS))
+    plot(rows, PICTURE, list(TASKS), list(METHODS))
     plot(rows, PICTURE.with_name("credit_seeds.png"), ["sparse", "bifurcation"], list(HEADLINE))
     write_section("credit", table, PAGE)
     print(f"{RESULTS}: {len(rows)} runs; {PICTURE} and the tables in {PAGE}\n\n{table}")
