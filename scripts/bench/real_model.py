@@ -73,7 +73,7 @@ FIGURES = {  # label -> its value in what evaluate.evaluate returns
 PERPLEXITIES = ("perplexity, articles", "perplexity, Python's documentation")
 HOWS = ("sampled", "greedy")
 COMPARED = ("answer among the results", "exact match")  # with tests, and shown by seed
-LEARNED = 0.5  # of the sampled held-out rollouts have the answer among their results (0.1 and less before)
+FOUND = 0.5  # of the sampled held-out rollouts have the answer among their results (0.1 and less before)
 
 # -- One run --
 
@@ -194,7 +194,7 @@ def run_all(options: argparse.Namespace) -> None:
         if task not in results["before"]:
             results["before"][task] = rounded(evaluated(TASKS[task].get("model", MODEL), task, problems))
             write_json(options.results, results)
-        seeds = options.seeds or range(1, TASKS[task]["seeds"] + 1)  # settings were chosen by runs of seed 0
+        seeds = options.seeds or range(1, TASKS[task]["seeds"] + 1)
         for seed, method in itertools.product(seeds, options.methods):
             name = {"task": task, "method": method, "seed": seed, "steps": steps}
             if any(name.items() <= row.items() for row in results_in(options.results)["runs"]):
@@ -224,8 +224,8 @@ def cell(values: list[float | None]) -> str:
     return f"{statistics.fmean(there):.2f}{interval}"
 
 
-def learned(runs: list[dict[str, Any]]) -> int:
-    return sum(run["sampled"]["answer among the results"] >= LEARNED for run in runs)
+def finding(runs: list[dict[str, Any]]) -> int:
+    return sum(run["sampled"]["answer among the results"] >= FOUND for run in runs)
 
 
 def section(results: dict[str, Any]) -> str:
@@ -259,8 +259,8 @@ def tables(before: dict[str, Any], runs: list[dict[str, Any]], again: dict[str, 
     methods = {name: [run for run in runs if run["method"] == name] for name in METHODS}
     methods = {name: of for name, of in methods.items() if of}
     lines = [f"| | before |{''.join(f' `{name}` |' for name in methods)}", "|---|---|" + "---|" * len(methods)]
-    shares = [f"{learned(of)} of {len(of)}" for of in methods.values()]
-    lines.append(f"| seeds that learn | | {' | '.join(shares)} |")
+    shares = [f"{finding(of)} of {len(of)}" for of in methods.values()]
+    lines.append(f"| seeds that find answers | | {' | '.join(shares)} |")
     for label in FIGURES:
         columns = [[before], *methods.values()]
         cells = [", ".join(cell([run[how][label] for run in of]) for how in HOWS) for of in columns]
@@ -286,8 +286,8 @@ def compared(methods: dict[str, list[dict[str, Any]]], again: dict[str, Any]) ->
         against = methods.get("mt_grpo", [])
         if name == "mt_grpo" or min(len(runs), len(against)) < 3:
             continue
-        table = [[learned(each), len(each) - learned(each)] for each in (against, runs)]
-        found = [f"{stats.fisher_exact(table).pvalue:.2g} for the share of seeds that learn (Fisher)"]
+        table = [[finding(each), len(each) - finding(each)] for each in (against, runs)]
+        found = [f"{stats.fisher_exact(table).pvalue:.2g} for the share of seeds that find answers (Fisher)"]
         for label in COMPARED:
             pair = [[run["sampled"][label] for run in each] for each in (against, runs)]
             found.append(f"{stats.mannwhitneyu(*pair).pvalue:.2g} for {label}, sampled (Mann and Whitney)")
@@ -300,14 +300,15 @@ def compared(methods: dict[str, list[dict[str, Any]]], again: dict[str, Any]) ->
 
 def costs(runs: list[dict[str, Any]]) -> str:
     """The steps, tokens and minutes of the runs, the machines and the commits, as a sentence."""
-    minutes, tokens = [row["seconds"] / 60 for row in runs if row.get("seconds")], [row["num_tokens"] for row in runs]
+    timed, tokens = [row for row in runs if row.get("seconds")], [row["num_tokens"] for row in runs]
     machines = dict.fromkeys(run["machine"] for run in runs)
     memory = [row["gib"] for row in runs if "gib" in row]
     of_memory = f" and at most {max(memory):.1f} GiB in a process" if memory else ""
+    steps = " and ".join(str(n) for n in sorted({run["steps"] for run in timed}))
+    minutes = span([row["seconds"] / 60 for row in timed])
     return (
-        f"{', '.join(str(n) for n in sorted({run['steps'] for run in runs}))} steps, {span(tokens)} tokens, "
-        f"{span(minutes)} minutes a run with the server's start{of_memory}, on {' and '.join(machines)}; "
-        f"commit {', '.join(sorted({run['commit'] for run in runs}))}."
+        f"{span(tokens)} tokens a run, {steps} steps in {minutes} minutes with the server's start{of_memory}, "
+        f"on {' and '.join(machines)}; commit {', '.join(sorted({run['commit'] for run in runs}))}."
     )
 
 
@@ -333,7 +334,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             for values in (smoothed(run["curve"]) for run in runs):
                 axis.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.2, alpha=0.8)
             axis.set_visible(bool(runs))
-            axis.set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
+            axis.set_title(f"{method}: {finding(runs)} of {len(runs)} seeds find answers", fontsize=9)
         first = next(axis for axis in axes[down] if axis.get_visible())
         first.tick_params(labelleft=True)  # others share them
         first.set_ylim(bottom=0)
