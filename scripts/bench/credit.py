@@ -82,7 +82,6 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     from mt_grpo.reports.progress import ProgressLine
 
     disable_progress_bar()
-    started = time.perf_counter()
     outcome = settings.get("outcome", "exact_match_reward_func")
     way = ["--credit_assignment", job["method"], *METHODS[job["method"]]]
     if "decisive" in settings:
@@ -110,8 +109,7 @@ def run(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
         "turns": result["mean_turns"],
         "no_signal": statistics.fmean(log["credit/frac_groups_without_signal"] for log in logs),
         "to_threshold": next((t for t, value in zip(tokens, values) if value > THRESHOLD), None),
-        "seconds": time.perf_counter() - started,
-        "curve": [round(value, 2) for value in resampled(tokens, values, settings["tokens"])],
+        "curve": [round(100 * value) for value in resampled(tokens, values, settings["tokens"])],  # percent
     }
     return rounded(row, 3)
 
@@ -218,7 +216,7 @@ def run_all(jobs: list[Job], num_workers: int) -> None:
                 left = (time.perf_counter() - started) / number * (len(jobs) - number)
                 print(
                     f"{number:>3}/{len(jobs)}  {name_of(row):<28} exact match {row['exact_match']:.2f}  "
-                    f"{row['seconds']:.0f} s  ({left / 60:.0f} min left)",
+                    f"({left / 60:.0f} min left)",
                     flush=True,
                 )
         except BaseException:
@@ -314,9 +312,9 @@ def plot(rows: list[dict[str, Any]], path: Path, tasks: list[str], methods: list
                 places = [TASKS[task]["tokens"] / 1000 * (k + 1) / len(run_["curve"]) for k in range(POINTS)]
                 axis.plot(places, run_["curve"], color=colour, linewidth=1.2, alpha=0.8)
             axis.set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
-        axes[down][0].set_ylabel(f"{TASKS[task]['title'].partition(':')[0]}\n\noutcome", fontsize=9)
+        axes[down][0].set_ylabel(f"{TASKS[task]['title'].partition(':')[0]}\n\noutcome, %", fontsize=9)
     for axis in axes[-1]:
-        axis.set(xlabel="sampled tokens, thousands", ylim=(0, 1))
+        axis.set(xlabel="sampled tokens, thousands", ylim=(0, 100))
     common.save_picture(figure, path)
 
 
