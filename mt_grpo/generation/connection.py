@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from mt_grpo.base.errors import ServerError, ServerLost, error_line, tell_once
@@ -29,6 +30,7 @@ from mt_grpo.images.pictures import pictures_in, reader_of
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
+INT_KEYS = orjson.OPT_NON_STR_KEYS  # of `logit_bias`
 
 
 def hide_password(url: str) -> str:
@@ -221,7 +223,7 @@ class ServerConnection:
             self._session = aiohttp.ClientSession(
                 # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-                headers=self._headers,
+                headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )
         return self._session
@@ -235,9 +237,10 @@ class ServerConnection:
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
             try:
-                async with self._http().post(url, json=payload) as response:
+                # A request has its whole history as ids, and its answer repeats them.
+                async with self._http().post(url, data=orjson.dumps(payload, option=INT_KEYS)) as response:
                     if response.status == 200:
-                        return read(json.loads(await response.read()))
+                        return read(orjson.loads(await response.read()))
                     problem, bad_answers = f"{response.status} {(await response.text(errors='replace'))[:2000]}", 0
                     if response.status == 404 and self.adapter and "does not exist" in problem:
                         # The server restarted, which `gather_proven` finds out; or a newer adapter took its place.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from mt_grpo.images.pictures import is_picture, pictures_in, runs_of, with_placeholders
+from mt_grpo.images.pictures import has_pictures, is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.rollout import Generation, hash_of_ids
 
 COMPLETIONS = "/v1/completions"
@@ -92,7 +92,7 @@ def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: l
     # INVARIANT: every request of a model that reads images forbids the ids `unsampled`, as `forbid` does in passes.
     prompt, limit = payload["prompt"], payload["max_tokens"]
     payload = forbidding(payload, unsampled)
-    if not any(map(is_picture, prompt)):
+    if not has_pictures(prompt):
         return Question(COMPLETIONS, payload, lambda answer: read_completion(answer, len(prompt), limit, vocab_size))
     return Question(GENERATE, generate_body(payload), lambda answer: read_generated(answer, prompt, limit, vocab_size))
 
@@ -106,7 +106,7 @@ def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[str, Any]:
 def ask_for_prompt(payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
     """Build the request for the logprobs of `prompt[1:]`, to one engine (`rank`) or to any."""
     prompt, payload = payload["prompt"], {**payload, "prompt_logprobs": 0}
-    has_images = any(map(is_picture, prompt))
+    has_images = has_pictures(prompt)
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
 
     def read(answer: dict[str, Any]) -> list[float]:

@@ -113,6 +113,11 @@ def is_picture(token: int) -> bool:
     return token >= FIRST_ID
 
 
+def has_pictures(ids: list[int]) -> bool:
+    """Whether an image stands in ids. Each request asks it of its whole history, so it may call nothing per id."""
+    return max(ids, default=0) >= FIRST_ID
+
+
 def picture_of(token: int) -> Picture:
     """The picture of an id. Raises `KeyError` if nothing holds it any more."""
     return KNOWN[int(token)]
@@ -132,14 +137,14 @@ def runs_of(ids: Iterable[int], partial: bool = False) -> list[list[int]]:
 
 def pictures_in(ids: list[int]) -> list[Picture]:
     """The images that stand in ids, in their order."""
-    if not any(map(is_picture, ids)):
+    if not has_pictures(ids):
         return []
     return [picture_of(run[0]) for run in runs_of(ids) if is_picture(run[0])]
 
 
 def has_too_many(ids: list[int]) -> bool:
     """Whether ids contain more than `MOST_PICTURES` images, which counts as a full context."""
-    return len(ids) > MOST_PICTURES < sum(map(is_picture, ids)) and len(pictures_in(ids)) > MOST_PICTURES
+    return len(ids) > MOST_PICTURES and len(pictures_in(ids)) > MOST_PICTURES
 
 
 def with_placeholders(ids: list[int]) -> list[int]:

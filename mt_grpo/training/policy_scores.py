@@ -15,7 +15,7 @@ import torch
 
 from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.generation.samples import tagged
-from mt_grpo.images.pictures import is_picture
+from mt_grpo.images.pictures import has_pictures
 from mt_grpo.images.reader import inputs_of_rows
 from mt_grpo.rollout import Rollout, Turn
 
@@ -52,7 +52,7 @@ class PolicyScores:
         """
         pairs = list(zip(map(tuple, contexts), map(tuple, continuations), strict=True))
         for i, pair in enumerate(pairs):
-            if not self.fits(*pair) or any(map(is_picture, pair[1])):
+            if not self.fits(*pair) or has_pictures(pair[1]):
                 raise ValueError(
                     f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected at least one "
                     f"in each, less than {self._context} together (policy.fits), and no image in the continuation."

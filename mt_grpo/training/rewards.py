@@ -255,7 +255,9 @@ def own_copy(value: Any) -> Any:
     """A deep copy of lists, dicts, rows, tuples, turns, calls and images. Other objects are not copied."""
     kind = type(value)
     if kind in (list, tuple):
-        return kind([v if type(v) in PLAIN else own_copy(v) for v in value])  # ids and logprobs: there are many
+        if PLAIN.issuperset(map(type, value)):  # ids and logprobs: there are many
+            return value[:]
+        return kind([own_copy(v) for v in value])
     if kind in (dict, WrittenRow):
         return kind((k, own_copy(v)) for k, v in value.items())
     if kind in (Turn, ToolCall):

@@ -79,7 +79,7 @@ def check_text(rollout: Rollout, record: Record, env: Any, strict: bool) -> list
             continue
         k = len(os.path.commonprefix([own, other]))
         ends = [*itertools.accumulate(len(form(text)) for _, text in pieces)]
-        lead = len(form(written._lead))  # what the generation prompt writes of a turn may be rewritten with it
+        lead = len(form(written.lead))  # what the generation prompt writes of a turn may be rewritten with it
         begun = sum(end - lead <= k for end in ends[0:-1:2])  # turns before the difference, or with it
         if any(rewrites(turn, written, form) for turn in turns[:begun]):
             logger.debug("The chat template rewrites earlier turns. What comes after them is not compared.")

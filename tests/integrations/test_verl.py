@@ -502,6 +502,15 @@ def test_what_no_tool_returns_is_an_error(tmp_path, returned):
     assert rollout.turns[0].error == "tool" and rollout.turns[0].results[0].reward is None
 
 
+@pytest.mark.parametrize("returned, reward", [("'7', '7', {}", None), ("{'text': '7'}, 0.5, {}", 0.5)])
+def test_results_of_older_tools(tmp_path, returned, reward):
+    """The sandbox tool's reward is its result again. verl 0.5 documents a dict for text and images."""
+    counter(tmp_path, {**NEW, "RETURNED": returned})
+    (rollout,), _ = count(tmp_path, [call("count"), ANSWER])
+    (result,) = rollout.turns[0].results
+    assert (result.text, result.error, result.reward) == ("7", None, reward)
+
+
 @pytest.mark.contract("verl images")
 def test_images_of_a_tool_by_yaml(tmp_path):
     """Before the text, as in verl. What a tool reads of the conversation has them, too."""
@@ -633,9 +642,9 @@ REFUSED, BUSY = requests.ConnectionError("refused"), (503, b"")
 
 @pytest.mark.parametrize("answers, text, status", [
     ([REFUSED, BUSY, (200, b'{"result": [[]]}')], "No search results found.", "no_results"),
-    ([(404, b"")], "Search error: http://x: HTTPError: 404", "api_error"),
-    ([(200, b'{"found": []}')], "Search error: http://x: KeyError: 'result'", "api_error"),
-    ([BUSY] * 10, "Search error: http://x: HTTPError: 503", "api_error"),
+    ([(404, b"")], "Search error: the search service failed (HTTPError)", "api_error"),
+    ([(200, b'{"found": []}')], "Search error: the search service failed (KeyError)", "api_error"),
+    ([BUSY] * 10, "Search error: the search service failed (HTTPError)", "api_error"),
 ])  # fmt: skip
 def test_a_search_service_that_fails(monkeypatch, caplog, answers, text, status):
     """A busy one is asked ten times; another error, or an answer of another form, ends it."""

@@ -136,7 +136,7 @@ class ChatFormat:
         inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
         self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *(self._closing - inside)} - {None})
         behind, opening, thought = asked.rpartition(self._sentinel)[2].partition(self.thinking[0])
-        self._lead = opening + thought  # the thinking that the generation prompt opens
+        self.lead = opening + thought  # the thinking that the generation prompt opens
         ids = self.text_ids(behind)
         header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
         self._headers = list(filter(None, (header, *self.headers)))
@@ -191,12 +191,12 @@ class ChatFormat:
         text, (opening, closing) = message.get("content"), self.thinking
         if any(message.get(key) for key in REASONING_KEYS) or not isinstance(text, str):
             return message
-        length = thinking_length(text, self._lead, opening, closing)
+        length = thinking_length(text, self.lead, opening, closing)
         if not length:
             return message
         if not self._reads_reasoning:
-            opened = text.lstrip().startswith(opening) or closing in self._lead
-            return message if opened else {**message, "content": self._lead + text}
+            opened = text.lstrip().startswith(opening) or closing in self.lead
+            return message if opened else {**message, "content": self.lead + text}
         thought = text[:length].removesuffix(closing).strip().removeprefix(opening.strip()).strip()
         return {**message, "content": text[length:].lstrip("\n"), **dict.fromkeys(REASONING_KEYS, thought)}
 

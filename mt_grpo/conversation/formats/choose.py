@@ -72,6 +72,7 @@ class XmlFormat(ChatFormat):
 
 
 UNREADABLE_CALL = "the call cannot be read"
+MAX_CALLS = 32  # of a turn; more are a repetition, and results for all of them would be rendered again and again
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class HermesFormat(ChatFormat):
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         calls, beside = self.syntax.split(text, tools)
-        if len(calls) > 1 and not self.several:
+        if len(calls) > (MAX_CALLS if self.several else 1):
             return [ToolCall(None, {}, SEVERAL_CALLS)], None
         return calls, None if calls else self.answer(beside)
 
@@ -330,7 +331,7 @@ LLAMA = (
     lambda _, body, __: parse_call(body.strip().removesuffix(";"), "parameters", others=("type",)),
 )
 GPT_OSS = (
-    r"to=functions\.(?P<name>[^\s<]{0,100})(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
+    r"to=functions\.(?P<name>[^\s<]{0,100}+)(?:(?!<\|(?:message|start|end|call)\|>).){0,100}<\|message\|>",
     r"(?=<\|(?:call|end)\|>)|\Z",
     in_json,
 )

@@ -138,7 +138,7 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
     """Truncate a text to at most `limit` tokens, with a visible marker at the end. None if nothing fits."""
     if limit <= 0:
         return None
-    shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
+    shortened = cut_far_beyond(text[: 64 * limit], limit, tokenizer)  # the tokenizer takes long for megabytes
     ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
     if len(ids) <= limit and shortened == text:
         return text

@@ -209,9 +209,11 @@ class SchedulerConversation:
 
 def as_columns(output: Any, session: SchedulerSession) -> dict[str, Any]:
     """An output by the names that ms-swift's rewards get."""
-    choice, infos = output.response.choices[0], output.rollout_infos
+    choice, infos, messages = output.response.choices[0], output.rollout_infos, conversation_of(output, session)
+    if (last := messages[-1])["role"] == "assistant" and not last["content"].startswith(session.format.lead):
+        messages = [*messages[:-1], last | {"content": session.format.lead + last["content"]}]  # as ms-swift decodes
     return {
-        "messages": conversation_of(output, session),
+        "messages": messages,
         "finish_reason": choice.finish_reason,
         "is_truncated": choice.finish_reason == "length",
         "rollout_infos": infos,

@@ -80,7 +80,7 @@ class Format(ORM):
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         """One reward per completion."""
         pattern = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
-        return [float(pattern.fullmatch(text) is not None) for text in completions]
+        return [float(text.endswith("</answer>") and pattern.fullmatch(text) is not None) for text in completions]
 
 
 orms: dict[str, type] = {"accuracy": MathAccuracy, "format": Format}

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.event_loop import run_on_thread
 from mt_grpo.conversation.environments import is_number
 from mt_grpo.conversation.tools.running import ResultInParts, as_text
@@ -138,7 +139,10 @@ def read_result(returned: Any) -> ToolResult:
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"the tool returned {len(parts)} values, expected a result, its reward, and metrics")
     reward = parts[1] if len(parts) > 1 else None
-    if reward is not None and not is_number(reward):
+    if isinstance(reward, str):  # verl's sandbox tool returns its result again
+        tell_once(f"A tool returned the reward {reward!r:.100}, not a finite number: ignored.", "verl reward")
+        reward = None
+    elif reward is not None and not is_number(reward):
         raise ValueError(f"the tool returned the reward {reward!r}, expected a finite number")
     return ToolResult(response_content(parts[0]), reward=None if reward is None else float(reward))
 

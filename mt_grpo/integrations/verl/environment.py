@@ -21,6 +21,7 @@ from mt_grpo.images.pictures import pictures_in
 from mt_grpo.images.reader import readable_messages
 from mt_grpo.integrations.acting import as_method
 from mt_grpo.integrations.verl.base import on_own_loop, overridden, read_result, response_content
+from mt_grpo.integrations.verl.schemas import ToolResponse
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
 STEPS = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
@@ -193,7 +194,10 @@ class VerlEnvironment:
         execute = self.verl_tools[name].execute
         kwargs = {**self._kwargs(name, "execute"), **accepted(execute, agent_data=self.agent_data)}
         returned = await execute(self._ids[name], arguments, **kwargs)
-        result = read_result(returned)
+        first, *rest = returned if isinstance(returned, tuple) else (returned,)
+        if isinstance(first, dict) and first and first.keys() <= {"image", "video", "text"}:  # as in verl 0.5
+            first = ToolResponse(**first)
+        result = read_result((first, *rest))
         if result.reward is not None:
             self.agent_data.tool_rewards.append(result.reward)
         if isinstance(returned, tuple) and len(returned) == 3:

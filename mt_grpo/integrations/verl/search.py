@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from mt_grpo.base.errors import error_line, tell_once
+from mt_grpo.base.errors import tell_once
 
 ATTEMPTS = 10
 SENT_AGAIN = (500, 502, 503, 504)
@@ -33,7 +33,7 @@ def perform_single_search_batch(
         text = "\n---\n".join(passages(each) for each in matches)
         metrics["total_results"] = sum(map(len, matches))
     except Exception as raised:
-        error = f"{retrieval_service_url}: {error_line(raised)}"
+        error = f"the search service failed ({type(raised).__name__})"  # its address may hold a password
         tell_once(f"A search failed, and the model reads the error as its result: {error}.", retrieval_service_url)
         metrics.update(status="api_error", api_request_error=error)
         return as_json(f"Search error: {error}"), metrics
