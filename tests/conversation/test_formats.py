@@ -473,6 +473,7 @@ def test_calls_of_a_family(name):
     if family.several:
         assert calls(family.first, family.second) == TWO
         assert calls(family.first, family.broken, family.second) == [TWO[0], broken, TWO[1]]
+        assert [call.error for call in calls(*[family.first] * 33)] == [SEVERAL_CALLS]  # a repetition
     else:
         assert [call.error for call in calls(family.first, family.second)] == [SEVERAL_CALLS]
 

@@ -7,9 +7,11 @@ import sys
 import threading
 import types
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import trl
 from scripted import ScriptedTexts
 from scripted_schedulers import (
     END,
@@ -36,7 +38,7 @@ from mt_grpo.integrations.ms_swift import paths as swift_paths, schedulers as ou
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.loss import LossScale, loss_scale_map
 from mt_grpo.integrations.ms_swift.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
-from mt_grpo.integrations.ms_swift.recipe import as_reward, columns_of
+from mt_grpo.integrations.ms_swift.recipe import as_reward, columns_of, completions_of
 from mt_grpo.integrations.ms_swift.rewards import AsyncORM
 from mt_grpo.integrations.ms_swift.schedulers import MathTipsScheduler, MultiTurnScheduler, RolloutScheduler
 from mt_grpo.recipe.plugins import import_file
@@ -636,6 +638,15 @@ def test_the_budget_ends_a_conversation():
     assert len(rollout.turns) == 1 and rollout.stop_reason == StopReason.MAX_TOKENS
     rollout, _ = run(Asks, FIRST, max_model_calls=4)
     assert len(rollout.turns) == 4 and rollout.stop_reason == StopReason.MAX_TURNS
+
+
+def test_rewards_read_the_thinking_that_the_prompt_opens(tmp_path):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()
+    quiet = {"tokenizer": tokenizer, "chat_template_kwargs": {"enable_thinking": False}}
+    rollout, _ = run(Asks, "<answer>2</answer>", max_turns=1, **quiet)
+    assert completions_of([rollout.environment]) == ["<think>\n\n</think>\n\n<answer>2</answer>"]
+    assert as_reward("format", SimpleNamespace(), settings(tmp_path))(environments=[rollout.environment]) == [1.0]
 
 
 @pytest.mark.parametrize("cls", [Asks, RolloutScheduler])
