@@ -48,8 +48,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "chain": {"title": "Chain, outcome within reach", "tokens": 60_000, "arguments": CHAIN},
     "sparse": {"title": "Chain, rare outcome", "tokens": 80_000, "arguments": SPARSE, "seeds": HEADLINE_SEEDS},
     "unpaid": {
-        "title": "Chain, rare outcome, nothing for a call that runs", "tokens": 80_000, "seeds": HEADLINE_SEEDS,
-        "arguments": [*SPARSE, "--turn_reward_weights", "0", "1"], "methods": METHODS.keys() - {"outcome"},
+        "title": "Chain, calls unpaid: rare outcome, nothing for a call that runs", "tokens": 80_000,
+        "seeds": HEADLINE_SEEDS, "arguments": [*SPARSE, "--turn_reward_weights", "0", "1"],
+        "methods": METHODS.keys() - {"outcome"},
     },
     "bifurcation": {
         "title": "Bifurcation: call 1 of 0 to 3 decides", "tokens": 30_000, "seeds": HEADLINE_SEEDS,
@@ -311,8 +312,11 @@ def plot(rows: list[dict[str, Any]], path: Path, tasks: list[str], methods: list
             for run_ in runs:
                 places = [TASKS[task]["tokens"] / 1000 * (k + 1) / len(run_["curve"]) for k in range(POINTS)]
                 axis.plot(places, run_["curve"], color=colour, linewidth=1.2, alpha=0.8)
+            axis.set_visible(bool(runs))
             axis.set_title(f"{method}: {learned(runs)} of {len(runs)} seeds learn", fontsize=9)
-        axes[down][0].set_ylabel(f"{TASKS[task]['title'].partition(':')[0]}\n\noutcome, %", fontsize=9)
+        first = next(axis for axis in axes[down] if axis.get_visible())
+        first.tick_params(labelleft=True)  # others share them
+        first.set_ylabel(f"{TASKS[task]['title'].partition(':')[0]}\n\noutcome, %", fontsize=9)
     for axis in axes[-1]:
         axis.set(xlabel="sampled tokens, thousands", ylim=(0, 100))
     common.save_picture(figure, path)
@@ -325,7 +329,7 @@ def report() -> None:
         sys.exit(f"error: {len(rows)} runs in {RESULTS}, and no method has {NUM_SEEDS} seeds.")
     table = markdown(rows)
     plot(rows, PICTURE, list(TASKS), list(METHODS))
-    plot(rows, PICTURE.with_name("credit_seeds.png"), ["sparse", "bifurcation"], list(HEADLINE))
+    plot(rows, PICTURE.with_name("credit_seeds.png"), ["sparse", "unpaid"], list(HEADLINE))
     write_section("credit", table, PAGE)
     print(f"{RESULTS}: {len(rows)} runs; {PICTURE} and the tables in {PAGE}\n\n{table}")
 

@@ -1,10 +1,15 @@
 """The study of the real model: what a run is asked for, and what is kept (its table: docs/test_docs.py)."""
 
 import math
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch
 from bench import real_model as bench
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from project import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def figures(exact, found=0.25):
@@ -33,24 +38,18 @@ def test_a_run_trains_with_what_its_name_says(stopped, tmp_path, monkeypatch):
         (tmp_path / "squad-search-merged-steps3-seed7/checkpoint-2/trainer_state.json").write_text("{}")
     asked = []
 
-    class Server:
-        url = "http://there"
-
-        def __init__(self, model, *flags, env):
-            asked.append(model)
-            assert flags[-2:] == ("--seed", "7")  # else all runs would sample from one state
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            asked.append("stopped")
+    @contextmanager
+    def server(model, *flags, env):
+        asked.append(model)
+        assert flags[-2:] == ("--seed", "7")  # else all runs would sample from one state
+        yield SimpleNamespace(url="http://there")
+        asked.append("stopped")
 
     def train(recipe, output, *words):
         asked.append((recipe, output, " ".join(map(str, words))))
         return [{"reward": 0.5, "num_tokens": 9, "credit/frac_groups_without_signal": 0.25}]
 
-    monkeypatch.setattr(bench, "VLLMServer", Server)
+    monkeypatch.setattr(bench, "VLLMServer", server)
     monkeypatch.setattr(bench.common, "train", train)
     monkeypatch.setattr(bench, "evaluated", lambda model, task, num_problems: {"sampled": str(model)})
     result = bench.run("squad-search", "merged", 7, 3, 100)
@@ -87,48 +86,29 @@ def test_finished_runs_are_kept_at_once_and_not_run_again(tmp_path, monkeypatch)
     assert not asked and bench.results_in(path)["before"] == BEFORE
 
 
-def test_the_perplexity_is_of_each_token_behind_the_first(tmp_path, monkeypatch):
+def test_the_perplexity_is_of_each_token_behind_the_first():
     """By hand, of a model of random weights. A longer text counts by its tokens, and not as one."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = ROOT / "hf_recipes/tiny/calculator-model"
-    texts = ["2 + 2", "a longer text of other words"]
-    network, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(model),
-    )
-    logps = []
+    model, texts, logps = ROOT / "hf_recipes/tiny/calculator-model", ["2 + 2", "a longer text of other words"], []
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for text in texts:
-        ids = torch.tensor([tokenizer(text).input_ids])
-        with torch.no_grad():
-            of_all = network(input_ids=ids).logits.log_softmax(-1)[0, :-1]
+        ids = torch.tensor([AutoTokenizer.from_pretrained(model)(text).input_ids])
+        of_all = network(input_ids=ids).logits.log_softmax(-1)[0, :-1]
         logps += of_all.gather(1, ids[0, 1:, None])[:, 0].tolist()
-    expected = math.exp(-sum(logps) / len(logps))
     both, first = bench.perplexities(model, [texts, texts[:1]])
-    assert both == pytest.approx(expected, rel=1e-4) and first != both
+    assert both == pytest.approx(math.exp(-sum(logps) / len(logps)), rel=1e-4) and first != both
 
 
 def test_a_lora_is_evaluated_with_its_adapter_merged(random_model, tmp_path):
-    import torch
-    from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     assert bench.whole(tmp_path) == tmp_path
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(random_model), config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path)
-    ids = torch.arange(9)[None]
-    models = [
-        cls.from_pretrained(path, dtype=torch.float32)
-        for cls, path in (
-            (AutoPeftModelForCausalLM, tmp_path),
-            (AutoModelForCausalLM, bench.whole(tmp_path)),
-            (AutoModelForCausalLM, random_model),
-        )
-    ]
-    with torch.no_grad():
-        adapted, merged, base = [model(ids).logits for model in models]
+
+    def logits(cls, path):
+        return cls.from_pretrained(path, dtype=torch.float32)(torch.arange(9)[None]).logits
+
+    adapted, merged = logits(AutoPeftModelForCausalLM, tmp_path), logits(AutoModelForCausalLM, bench.whole(tmp_path))
+    base = logits(AutoModelForCausalLM, random_model)
     assert (adapted - merged).abs().max() < 1e-4 < (adapted - base).abs().max()
 
 
