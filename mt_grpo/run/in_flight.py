@@ -347,7 +347,6 @@ class InFlight(TrainerCallback):
 
     def _take(self, slots: list[int], num_oldest: int | None = None) -> RowList:
         """Take the next prompts, or complete groups among the oldest, for these slots. Returns this rank's rows."""
-        slot_of_row = self._slots[1]
         if self.trainer.args.max_staleness:
             groups = dict(zip(slots, self._wait_for(slots, num_oldest)))
             prompts, rows = {k: v.prompt for k, v in groups.items()}, {k: v.row for k, v in groups.items()}
@@ -355,7 +354,7 @@ class InFlight(TrainerCallback):
             prompts = {slot: self.prompts.take() for slot in slots}
             rows = {slot: self.trainer.train_dataset[prompt] for slot, prompt in prompts.items()}
         self._batch_prompts |= prompts
-        return [rows[slot] for slot in slot_of_row if slot in rows]
+        return [rows[slot] for slot in self._slots[1] if slot in rows]
 
     def _wait_for(self, slots: list[int], num_oldest: int | None) -> list[GroupInFlight]:
         """Wait for complete groups for these slots, among the oldest, and take their conversations."""
