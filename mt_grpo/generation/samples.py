@@ -130,13 +130,12 @@ def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(payload.keys() - {*OF_REQUEST, *OF_SAMPLING, "prompt"}):
         where = "for a prompt with images"
         raise ValueError(f"generation_kwargs: a vLLM server does not support {unknown[0]!r} {where}. Remove it.")
+    images = [{"type": "image_url", "url": picture.data_uri} for picture in pictures_in(payload["prompt"])]
     request, sampling = ({key: payload[key] for key in keys if key in payload} for keys in (OF_REQUEST, OF_SAMPLING))
     return {
         **request,
         "token_ids": once_per_image(payload["prompt"]),
-        "content_parts": [
-            {"type": "image_url", "url": picture.data_uri} for picture in pictures_in(payload["prompt"])
-        ],
+        "content_parts": images,
         "sampling_params": {**sampling, "output_kind": 2},  # all tokens in one answer
     }
 

@@ -216,8 +216,7 @@ class InFlight(TrainerCallback):
         num_ranks, group_size = trainer.accelerator.num_processes, trainer.num_generations
         count = trainer.args.generation_batch_size // num_ranks
         first = trainer.accelerator.process_index * count
-        kinds = slot_kinds(count, group_size, num_ranks)
-        return kinds, [index // group_size for index in range(first, first + count)]
+        return slot_kinds(count, group_size, num_ranks), [index // group_size for index in range(first, first + count)]
 
     def rows_of_step(self, rows: RowList) -> RowList:
         """The rows that this rank trains next: the given ones, or those of the run's own order. Collective."""

@@ -250,8 +250,7 @@ def attention(
     if shared_row is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if torch.is_autocast_enabled(query.device.type):  # as SDPA does it, and once for the masks
-        half = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(half) for x in (query, key, value))
+        query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))
     if kernel := kernel_of(query, key):
         return by_kernel(kernel, query, key, value, shared_row, scaling), None
     grouped = query.shape[1] != key.shape[1]
