@@ -151,9 +151,8 @@ class Conversations(Limits):
         if id(tokenizer) not in self._examples:
             tool_format, all_known = self.format_of(tokenizer), self.environments is None
             self._examples[id(tokenizer)] = written_examples(self.prompt_examples, tool_format, self.tools, all_known)
-        examples = copy.deepcopy(self._examples[id(tokenizer)])
         systems = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
-        return [*systems, *examples, *messages[len(systems) :]]
+        return [*systems, *copy.deepcopy(self._examples[id(tokenizer)]), *messages[len(systems) :]]
 
     def add_ends(self, ids: Iterable[int]) -> None:
         """Add ids that end a turn, such as those of the model's generation config."""

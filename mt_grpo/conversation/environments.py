@@ -329,8 +329,7 @@ class Environments:
     async def respond(self, rollout: Rollout, turn: Turn) -> Reply:
         """The environment's reply to a turn, empty if it has none. Raises `EnvironmentFailure`."""
         answer = await self.call(rollout, "respond", rollout, turn)
-        said = SaidPictures(self.tokenizer, rollout.pictures)
-        return read_reply(answer, type(rollout.environment).__name__, said)
+        return read_reply(answer, type(rollout.environment).__name__, SaidPictures(self.tokenizer, rollout.pictures))
 
     async def _run(self, rollout: Rollout, name: str, function: functools.partial) -> Any:
         function.__name__, read = name, lambda said: said

@@ -70,15 +70,14 @@ def read_completion(
         num_read, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
         prompt_ids = choice.get("prompt_token_ids")
         saw = None if prompt_ids is None else hash_of_ids(prompt_ids)
-    valid = (
+    if not (
         type(token_ids) is type(logprobs) is list
         and 0 < len(token_ids) == len(logprobs) <= max_tokens
         and not any(not_an_id(token, vocab_size) for token in token_ids)
         and all(isinstance(value, int | float) and -9000 < value < 1e-3 for value in logprobs)  # vLLM: -9999 is NaN
         and num_read == num_prompt_tokens  # else the prompt was changed
         and (finish_reason == "stop" or finish_reason == "length" and len(token_ids) == max_tokens)  # else `abort`
-    )
-    if not valid:
+    ):
         raise BadAnswer(
             f"ids {str(token_ids)[:200]} with logprobs {str(logprobs)[:200]} after {num_read} prompt tokens, "
             f"finish_reason={finish_reason!r}; expected 1 to {max_tokens} ids below {vocab_size} with a logprob each "

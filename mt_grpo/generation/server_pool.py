@@ -285,8 +285,7 @@ class ServerPool:
         members, now = self.members, time.monotonic()
         away = [n for n in range(len(self.servers)) if n not in members]
         away = [n for n in away if not members or self._not_before.get(n, 0.0) <= now]
-        seconds = self.BACK_SECONDS if members else 10.0
-        healthy = at_once(lambda n: self.servers[n].healthy(seconds), away)
+        healthy = at_once(lambda n: self.servers[n].healthy(self.BACK_SECONDS if members else 10.0), away)
         back = {n for n, is_healthy in zip(away, healthy) if is_healthy}
         for number in back:
             logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")

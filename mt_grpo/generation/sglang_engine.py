@@ -53,15 +53,6 @@ def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
     return {**params, "no_stop_trim": True}
 
 
-def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
-    """Raise `ServerError` for an id outside the vocabulary. INVARIANT: none is sent: it would end the server."""
-    if wrong := [token for token in ids if not is_picture(token) and not_an_id(token, vocab_size)]:
-        raise ServerError(
-            f"A prompt has the token id {wrong[0]}, and the model has {vocab_size} token ids. Such an id would crash "
-            "an SGLang server. Does the tokenizer belong to another model?"
-        )
-
-
 def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
     """The oldest and the newest weight version that sampled a token of an answer. None: no push named them."""
     names = [span["version"] for span in meta["weight_versions"] if span["end"] > span["start"]]
@@ -189,7 +180,12 @@ class SGLang(VLLM):
 
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]
-        check_sent_ids(prompt, vocab_size)
+        # INVARIANT: no id outside the vocabulary is sent: it would end the server.
+        if wrong := [token for token in prompt if not is_picture(token) and not_an_id(token, vocab_size)]:
+            raise ServerError(
+                f"A prompt has the token id {wrong[0]}, and the model has {vocab_size} token ids. Such an id would "
+                "crash an SGLang server. Does the tokenizer belong to another model?"
+            )
         body = {"return_logprob": True, "return_prompt_token_ids": True}
         if "cache_salt" in payload:
             body["extra_key"] = payload["cache_salt"]

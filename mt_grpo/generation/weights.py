@@ -138,7 +138,7 @@ class PolicyWeights(VLLMGeneration):
         """
         self._reshard()
         layers = {n: module for n, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
-        sent: set[str] = set()
+        sent, device = set(), self.accelerator.device
         for path, parameter in self.model.named_parameters():
             if self._is_adapter(path):
                 continue
@@ -148,7 +148,10 @@ class PolicyWeights(VLLMGeneration):
                 layer = layer.removesuffix(".base_layer")
             needed = list(layers[layer].parameters()) if layer in layers else [parameter]
             with self._dist.gather_params(needed):  # of ZeRO-3, which changes no shard when it leaves
-                whole = {id(p): self._whole(p) for p in needed}
+                # Collective where FSDP2 shards it. It may be offloaded to the CPU.
+                whole = {
+                    id(p): p.detach().to(device).full_tensor() if isinstance(p, DTensor) else p.data for p in needed
+                }
                 tensor = whole[id(parameter)]
                 if layer in layers:
                     tensor = self._merged_copy(layers[layer], whole).get_base_layer().get_parameter(inner).data
@@ -158,12 +161,6 @@ class PolicyWeights(VLLMGeneration):
                     if alias not in sent:
                         sent.add(alias)
                         yield from self._as_sent(alias, tensor).items()
-
-    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The full tensor. Collective where FSDP2 shards it."""
-        if not isinstance(parameter, DTensor):
-            return parameter.data
-        return parameter.detach().to(self.accelerator.device).full_tensor()  # it may be offloaded to the CPU
 
     @staticmethod
     def _merged_copy(layer: Any, whole: dict[int, torch.Tensor]) -> Any:

@@ -54,12 +54,11 @@ def forbid(reader: Any, *models: Any) -> None:
 @contextmanager
 def forbidding_nothing(model: Any) -> Iterator[None]:
     """Context manager without the bias of `forbid`: a server's logprobs of a prompt cover the whole vocabulary."""
-    heads = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and "bias" in module._buffers]
-    biases = [head.bias for head in heads]
+    biases = {m: m.bias for m in model.modules() if isinstance(m, torch.nn.Linear) and "bias" in m._buffers}
     try:
-        for head in heads:
+        for head in biases:
             head.bias = torch.zeros_like(head.bias)
         yield
     finally:
-        for head, bias in zip(heads, biases):
+        for head, bias in biases.items():
             head.bias = bias

@@ -1,8 +1,9 @@
-"""Turns that are actions of a game, their tags and texts; tools with a JSON schema as methods of an environment."""
+"""Turns that are actions of a game, their tags and texts; tools as methods of an environment; accepted arguments."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,13 @@ def tagged(text: str) -> str:
     """
     before, closed, _ = text.rpartition(CLOSE)
     return (before.rpartition(OPEN)[2] if closed and OPEN in before else text).strip()
+
+
+def accepted(function: Callable, **offered: Any) -> dict[str, Any]:
+    """Those of the offered keyword arguments that a function takes, by their names or by **kwargs."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}
 
 
 def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:

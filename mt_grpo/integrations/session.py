@@ -91,7 +91,6 @@ class RolloutSession:
     Args:
         env: The conversations, with their limits and their tool format.
         rollout: What is filled in the end.
-        llm: The backend.
         sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
 
     Attributes:
@@ -145,7 +144,7 @@ class RolloutSession:
     @property
     def context(self) -> float:
         """The length of the model's context in tokens."""
-        return self.env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
+        return self.env._context(self.llm)
 
     def left(self, num_new: int) -> int:
         """How many tokens may be sampled behind so many new ones.

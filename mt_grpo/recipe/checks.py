@@ -369,8 +369,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig) -> 
         raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")
     client.vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
-    context = client.model_card["max_model_len"]
-    limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
+    limit_context(env, client.model_card["max_model_len"], f"{engine.CONTEXT} of the server at {client.base_url}")
     if reader_of(env.tokenizer) is not None:
         on_main_process(lambda: check_it_reads_images(client, env))
     client.transfer.resolve(args.device)  # raises if the server was not started for the setting

@@ -330,8 +330,8 @@ class Watch(TrainerCallback):
 
     def _warn(self, state: Any, least: int) -> None:
         logs = [log for log in state.log_history if "reward" in log]
-        window = min(WINDOW, max(len(logs), least))
-        facts = facts_of_logs(logs, self.trainer.reward_functions.main_outcome, window)
+        outcome = self.trainer.reward_functions.main_outcome
+        facts = facts_of_logs(logs, outcome, min(WINDOW, max(len(logs), least)))
         for trouble in troubles(facts) if state.is_world_process_zero else ():
             if trouble.name not in self.warned:
                 self.warned.add(trouble.name)

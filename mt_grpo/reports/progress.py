@@ -74,9 +74,8 @@ class ProgressLine(TrainerCallback):
         if logs and state.is_world_process_zero:
             done, ahead = state.global_step - self.first_step, state.max_steps - state.global_step
             left = (time.monotonic() - self.began) / done * ahead if done else None
-            outcome = self.trainer.reward_functions.main_outcome
             step = done if "train_runtime" in logs else state.global_step
-            self.say(log_line(logs, step, state.max_steps, outcome, left))
+            self.say(log_line(logs, step, state.max_steps, self.trainer.reward_functions.main_outcome, left))
 
     def on_train_end(self, args, state, control, **kwargs):
         self.end_of_run()

@@ -85,10 +85,6 @@ def rollout_rows(
     rows = []
     for i, of_turns, (reward, per_function, per_turn, advantage, of_outcome, *whole) in zip(places, columns, values):
         rollout = batch.rollouts[i]
-        images = [
-            {"name": each.name, "width": each.image.width, "height": each.image.height, "tokens": each.num_tokens}
-            for each in pictures_read(rollout)
-        ]
         row = {
             "index": rollout.index,
             "group": rollout.index // batch.group_size,
@@ -104,7 +100,10 @@ def rollout_rows(
             "outcome_advantage": of_outcome,
             "answer": batch.rows[i].get("answer"),
             "turns": turn_rows(rollout, of_turns, tokenizer),
-            "images": images,
+            "images": [
+                {"name": each.name, "width": each.image.width, "height": each.image.height, "tokens": each.num_tokens}
+                for each in pictures_read(rollout)
+            ],
             "num_prompt_tokens": len(rollout.prompt_ids),
             "num_tokens": rollout.new_tokens,
             "records": len(rollout.records),

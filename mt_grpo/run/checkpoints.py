@@ -75,17 +75,15 @@ NOTES = dict.fromkeys(
 def run_record(trainer: Any) -> dict[str, Any]:
     """The settings and the data that determine a run's results, as JSON data."""
     args, lora = trainer.args, trainer._peft_config
-    passes = args.steps_per_generation * args.num_iterations
     left_out = {each.name for each in dataclasses.fields(args) if not each.metadata.get("trained", True)}
-    settings = {k: v for k, v in args.to_dict().items() if k not in left_out and not k.startswith(NOT_TRAINED)}
-    record = settings | {
+    record = {k: v for k, v in args.to_dict().items() if k not in left_out and not k.startswith(NOT_TRAINED)} | {
         "model_name_or_path": trainer._model_name,
         "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},
         "world_size": args.world_size,
         "turn_advantage_coef": trainer.turn_advantage_coef,
         "reward_weights": [round(weight, 6) for weight in trainer.reward_weights.tolist()],
         "prompts_per_batch": args.generation_batch_size / args.num_generations,
-        "steps_per_batch": passes / args.gradient_accumulation_steps,
+        "steps_per_batch": args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps,
         "dataset_rows": len(trainer.train_dataset),
         "dataset_sha256": trainer._dataset_sha256,
     }

@@ -216,8 +216,7 @@ class InFlight(TrainerCallback):
         num_ranks, group_size = trainer.accelerator.num_processes, trainer.num_generations
         count = trainer.args.generation_batch_size // num_ranks
         first = trainer.accelerator.process_index * count
-        kinds = slot_kinds(count, group_size, num_ranks)
-        return kinds, [index // group_size for index in range(first, first + count)]
+        return slot_kinds(count, group_size, num_ranks), [index // group_size for index in range(first, first + count)]
 
     def rows_of_step(self, rows: RowList) -> RowList:
         """The rows that this rank trains next: the given ones, or those of the run's own order. Collective."""
@@ -347,7 +346,6 @@ class InFlight(TrainerCallback):
 
     def _take(self, slots: list[int], num_oldest: int | None = None) -> RowList:
         """Take the next prompts, or complete groups among the oldest, for these slots. Returns this rank's rows."""
-        slot_of_row = self._slots[1]
         if self.trainer.args.max_staleness:
             groups = dict(zip(slots, self._wait_for(slots, num_oldest)))
             prompts, rows = {k: v.prompt for k, v in groups.items()}, {k: v.row for k, v in groups.items()}
@@ -355,7 +353,7 @@ class InFlight(TrainerCallback):
             prompts = {slot: self.prompts.take() for slot in slots}
             rows = {slot: self.trainer.train_dataset[prompt] for slot, prompt in prompts.items()}
         self._batch_prompts |= prompts
-        return [rows[slot] for slot in slot_of_row if slot in rows]
+        return [rows[slot] for slot in self._slots[1] if slot in rows]
 
     def _wait_for(self, slots: list[int], num_oldest: int | None) -> list[GroupInFlight]:
         """Wait for complete groups for these slots, among the oldest, and take their conversations."""

@@ -227,13 +227,12 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
         left, seconds = left - len(slots), seconds + metrics["rollout/wait_seconds"]
         for name, value in metrics.items():  # `rollout/*` are of all that the step waited for
             trainer._metrics["train"][name][-1] += value
-    outcome = torch.cat([*dropped, batch.rewards.outcome])
     num_dropped, prompts = sum(map(len, dropped)) // batch.group_size, trainer.in_flight.prompts
     metrics = {
         "refill/groups_dropped": num_dropped / (num_dropped + size),
         "refill/rounds": batch.num_rounds,
         "refill/seconds": seconds,
-        "refill/outcome_of_all_sampled": outcome.nanmean().item(),
+        "refill/outcome_of_all_sampled": torch.cat([*dropped, batch.rewards.outcome]).nanmean().item(),
         "refill/data_passes": prompts.epoch + prompts.place / len(prompts.order),
     }
     trainer._log_metrics(metrics)

@@ -147,8 +147,7 @@ def cost(rows: list[TrainedRow], shares: bool) -> int:
     if shares:
         prompts = {row.prompt: len(row.prompt_ids) - 1 for row in rows if row.own}
         return sum(prompts.values()) + sum(row.own for row in rows)
-    longest = max(len(row.prompt_ids) for row in rows) + max(len(row.completion_ids) for row in rows)
-    return len(rows) * longest
+    return len(rows) * (max(len(row.prompt_ids) for row in rows) + max(len(row.completion_ids) for row in rows))
 
 
 def units_of(rows: list[TrainedRow], limit: float, shares: bool) -> list[list[TrainedRow]]:

@@ -239,7 +239,6 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     shared_row: SharedRow | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
@@ -249,11 +248,9 @@ def attention(
     another row may be the present one.
     """
     if shared_row is None:
-        kwargs |= {"scaling": scaling, "dropout": dropout}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if torch.is_autocast_enabled(query.device.type):  # as SDPA does it, and once for the masks
-        half = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(half) for x in (query, key, value))
+        query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))
     if kernel := kernel_of(query, key):
         return by_kernel(kernel, query, key, value, shared_row, scaling), None
     grouped = query.shape[1] != key.shape[1]

@@ -34,12 +34,9 @@ NOT_ENFORCED = {
 
 
 class ApiError(Exception):
-    """The error answer to a request: an HTTP status, and the error object of OpenAI's API.
+    """The error answer to a request: an HTTP status, and the error object of OpenAI's API with `code` and `param`.
 
-    Args:
-        status: The HTTP status.
-        message: The value that was received, and the expected one.
-        code, param: The fields of OpenAI's error object.
+    The message has the value that was received, and the expected one.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):

@@ -22,7 +22,7 @@ import openai.resources.chat  # the clients import them at their first request, 
 import openai.resources.responses
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.event_loop import run_on_thread
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
 from mt_grpo.conversation.tools.running import ToolsUnavailable, run_tool
 from mt_grpo.images.messages import uri_or_str
@@ -169,7 +169,6 @@ class Rewarding:
         """Give a turn a reward. Several of one turn add up.
 
         Args:
-            value: The reward.
             answer: The answer that it is for: what the client's method returned, a chunk of its stream, or its id.
                 None: the last one of the model `policy`.
             choice: Which of a request's `n` answers.
@@ -252,9 +251,8 @@ class FunctionAgent:
             finally:
                 here.call_soon_threadsafe(ended.set)
 
-        running = asyncio.run_coroutine_threadsafe(call(), background_loop(AGENT_THREAD))
         try:
-            return await asyncio.wrap_future(running)
+            return await run_on_thread(call(), AGENT_THREAD)
         except asyncio.CancelledError:
             for task in [None, *tasks]:  # one that catches its cancellation is cancelled once more
                 if task is not None and not ended.is_set():
@@ -324,8 +322,7 @@ async def run_program(
                 session.stop(limit)
             if session.stop_reason is not None:  # what it asked was rejected or cut, since its budget is used up
                 return None
-            raised = f"{agent.name} raised {error_line(error)}"
-            raise AgentFailure(f"{raised}{told_refusals(session)}") from error
+            raise AgentFailure(f"{agent.name} raised {error_line(error)}{told_refusals(session)}") from error
     finally:
         session.closed = True
         await end_all([running])

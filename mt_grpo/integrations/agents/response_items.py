@@ -132,8 +132,7 @@ class Responses:
     def add(self, answer: Answer, body: dict[str, Any], messages: list[Message]) -> None:
         """Keep the answer to a request with these messages."""
         self.items |= {item["id"]: item for item in output_items(answer, body)}
-        calls = answer.tool_calls
-        self.calls |= {call["id"]: (str(answer.number), call["function"]["arguments"]) for call in calls}
+        self.calls |= {call["id"]: (str(answer.number), call["function"]["arguments"]) for call in answer.tool_calls}
         reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
         message = {**answer.message, **reasoning, "signature": answer.signature}
         self.responses[response_id(answer)] = [*messages[bool(body.get("instructions")) :], message]
@@ -199,8 +198,7 @@ class ItemReader:
         if kind == "reasoning":
             self._add_reasoning(item, param)
         elif kind in CALLS:
-            call = self._call(item, kind, param)
-            self._assistant(item, "tool_calls").setdefault("tool_calls", []).append(call)
+            self._assistant(item, "tool_calls").setdefault("tool_calls", []).append(self._call(item, kind, param))
         elif kind in RESULTS:
             call_id = expect(item.get("call_id"), str, f"{param}.call_id")
             if item.get("output") is None:

@@ -183,7 +183,6 @@ class AgentSession(RolloutSession):
         """Give a turn a reward. Rewards of one turn add up.
 
         Args:
-            value: The reward.
             answer: The id of the answer, `chatcmpl-3`, `resp_5f0c_3` or `msg_3`, with `:1` for choice 1 of several.
                 None: the last one that a client got of the model that is trained.
 
@@ -256,8 +255,7 @@ class AgentSession(RolloutSession):
         """Whether answers of a model are trained on: those of `policy` alone. Raises `ApiError` for an unknown one."""
         if model not in (POLICY, FROZEN):
             expected = f"Expected {POLICY!r}, or {FROZEN!r}, which is not trained on."
-            message = f"The model {model!r:.100} does not exist. {expected}"
-            raise ApiError(404, message, "model_not_found", "model")
+            raise ApiError(404, f"The model {model!r:.100} does not exist. {expected}", "model_not_found", "model")
         return model == POLICY
 
     @property
@@ -338,8 +336,7 @@ class AgentSession(RolloutSession):
             size = len(fresh) if number == asked.numbers[0] else 0  # all of them read it, and it counts once
             turn = await self._sample(request, prompt_ids, size)
             answer = self._answer(request, turn, prompt_ids, number)
-            between = fresh if parent else None
-            read = (number, request.messages, prompt_ids, turn, parent, said, between, size)
+            read = (number, request.messages, prompt_ids, turn, parent, said, fresh if parent else None, size)
             self.chains.add(Completion(*read, asked, request, [], answer))
             return answer
 

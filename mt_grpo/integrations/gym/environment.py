@@ -135,8 +135,7 @@ def play_one_turn(cls: type[GymEnvironment]) -> None:
         space = game.env.action_space
         space.seed(0)
         sample = space.sample()
-        written = sample if isinstance(sample, str) else json.dumps(plain(sample))
-        text = next(iter(game.text.actions), written)
+        text = next(iter(game.text.actions), sample if isinstance(sample, str) else json.dumps(plain(sample)))
         reply = game.respond(None, Turn([], None, f"<action>{text}</action>", "stop"))
         if reply.info["action"] is None and type(game.text).action is GymText.action:
             raise TypeError(f"an action of {space} cannot be read from JSON. Set a gym_text with its own action()")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -70,15 +71,13 @@ class GymText:
     def action(self, text: str) -> Any:
         """The action of a text: its last <action>, or all of it. The policy reads the `ValueError` without one."""
         written, space = tagged(text), self.env.action_space
-        try:
+        with suppress(KeyError, TypeError, ValueError, OverflowError, RecursionError):
             if self.actions:
                 action = self._by_text[written.casefold()]
             else:
                 action = written if isinstance(space, spaces.Text) else from_json(written, space)
             if space.contains(action):
                 return action
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
-            pass
         raise ValueError(f"expected an action as <action>...</action>: {self.choices()}. Got {written[:60]!r}.")
 
 

@@ -19,7 +19,7 @@ from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.event_loop import start_in_background
 
 logger = logging.getLogger(__name__)
 LOOP = "mt-grpo-mcp"  # the thread of all servers
@@ -120,8 +120,7 @@ class McpServer:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(SECONDS_TO_START):
-                    client = await stack.enter_async_context(Client(await self._target(stack)))
-                ready.set_result(client)
+                    ready.set_result(await stack.enter_async_context(Client(await self._target(stack))))
                 await closing.wait()
         except BaseException as error:
             if not ready.done():
@@ -158,6 +157,6 @@ def close_servers() -> None:
     """Close all connections when this process ends. Their loop is still there: its thread is a daemon."""
     closing = [server.close() for server in servers_to_close]
     servers_to_close.clear()
-    for future in [asyncio.run_coroutine_threadsafe(each, background_loop(LOOP)) for each in closing]:
+    for future in [start_in_background(each, LOOP) for each in closing]:
         with contextlib.suppress(Exception):
             future.result(SECONDS_TO_CLOSE + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import types
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.event_loop import background_loop, gather_all, run_on_thread
+from mt_grpo.base.event_loop import gather_all, run_on_thread, start_in_background
 from mt_grpo.conversation.tools.running import ResultInParts
 from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.integrations.mcp.servers import LOOP, McpServer, McpToolError, read_servers, servers_to_close
@@ -40,7 +39,7 @@ def load_mcp_tools(path: str) -> list[Callable]:
         return server, [tool for tool in tools if tool.name in entry.get("tools", names)]
 
     starting = gather_all([start(name, entry) for name, entry in read_servers(path, key).items()])
-    started = asyncio.run_coroutine_threadsafe(starting, background_loop(LOOP)).result()
+    started = start_in_background(starting, LOOP).result()
     tools = [mcp_tool(server, tool) for server, offered in started for tool in offered]
     if not tools:
         raise ValueError(f"{key}: the servers of {path!r} offer no tools. Expected at least one.")

@@ -11,6 +11,7 @@ import importlib.machinery
 import logging
 import sys
 import types
+from contextlib import suppress
 from typing import Any
 
 from accelerate.utils import send_to_device
@@ -99,8 +100,6 @@ def registry(name: str) -> dict[str, Any]:
 def protocol_module() -> types.ModuleType:
     """The module of ms-swift's types: an installed one's, whose schedulers may check for its own classes."""
     for name in ("swift.infer_engine.protocol", "swift.llm.infer.protocol"):
-        try:
+        with suppress(ImportError):
             return importlib.import_module(name)
-        except ImportError:
-            continue
     return protocol

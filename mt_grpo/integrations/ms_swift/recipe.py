@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import image_or_str
 from mt_grpo.images.pictures import images_of
+from mt_grpo.integrations.acting import accepted
 from mt_grpo.integrations.checks import check_settings_of
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation, SchedulerConversation, has_own_run
 from mt_grpo.integrations.ms_swift.loss import read_loss_scale
@@ -76,9 +76,7 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
     reward = registered("orms", name, "reward_funcs")
     try:
         if isinstance(reward, type):
-            parameters = inspect.signature(reward).parameters
-            takes = "args" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-            reward = reward(**({"args": SimpleNamespace(**vars(args) | vars(script_args))} if takes else {}))
+            reward = reward(**accepted(reward, args=SimpleNamespace(**vars(args) | vars(script_args))))
     except Exception as error:
         raise ValueError(f"reward_funcs: {name!r} raised {error_line(error)}.") from error
 

@@ -158,13 +158,10 @@ def edit(
     """Take over what a step made of a response: ids with a mask, text after it, or a cut.
 
     Args:
-        sample: The response.
         text: What its message says; None: the history before it was edited.
         same_message: Whether the next request goes on in its message.
         ids: A beginning of what was sampled, and what the scheduler put after it. None: the text says it.
         mask: 1 for what is trained. None: what was sampled.
-        written: The tool format.
-        context: Of the model, in tokens.
     """
     turn, sampled, kept = sample.turn, sample.turn.token_ids, None
     if mask and not ids:

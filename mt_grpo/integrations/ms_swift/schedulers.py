@@ -109,9 +109,8 @@ class MathTipsMultiTurnScheduler(MathTipsScheduler):
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         """After the tip, and where the answer is right."""
-        if self.tips_prompt in infer_request.messages[-2]["content"]:
-            return True
-        if self.is_right(response_choice.message.content, infer_request):
+        is_tipped = self.tips_prompt in infer_request.messages[-2]["content"]
+        if is_tipped or self.is_right(response_choice.message.content, infer_request):
             return True
         return MultiTurnScheduler.check_finished(self, infer_request, response_choice, current_turn)
 

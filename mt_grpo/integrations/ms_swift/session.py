@@ -69,8 +69,7 @@ class SchedulerSession(RolloutSession):
         self._tasks.add(task)
         try:
             with failing("A request cannot be read"):  # whatever the scheduler or a chat template made of it
-                shown = await self.images.of(request)
-                reading = self._read(request, config, shown)
+                reading = self._read(request, config, await self.images.of(request))
             return await self._respond(request, reading)
         finally:
             self._tasks.discard(task)
@@ -163,12 +162,11 @@ class SchedulerSession(RolloutSession):
             for k, call in enumerate(turn.calls)
             if not call.error
         ]
-        logprobs = None if turn.logprobs is None else {"content": [{"logprob": value} for value in turn.logprobs]}
         choice = protocol.ChatCompletionResponseChoice(
             index=0,
             message=protocol.ChatMessage("assistant", turn.text, tool_calls=calls or None),
             finish_reason=turn.finish_reason,
-            logprobs=logprobs,
+            logprobs=None if turn.logprobs is None else {"content": [{"logprob": value} for value in turn.logprobs]},
             token_ids=ids,
         )
         choice.sample_key, choice.is_over = key, not ids

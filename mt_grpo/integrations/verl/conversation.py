@@ -51,5 +51,4 @@ def load_verl_conversation(script_args: Any, args: Any, base: type) -> tuple[typ
         )
     tools = load_tools_config(tools_file) if tools_file else {}
     interactions = load_interactions(interactions_file) if interactions_file else {}
-    environment = environment_class(tools, interactions)
-    return type("VerlConversation", (VerlConversation, conversation), {}), environment
+    return type("VerlConversation", (VerlConversation, conversation), {}), environment_class(tools, interactions)

@@ -10,7 +10,6 @@ import asyncio
 import copy
 import inspect
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from mt_grpo.conversation.environments import METHODS, is_number
 from mt_grpo.conversation.tools.running import ResultInParts
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.images.reader import readable_messages
-from mt_grpo.integrations.acting import as_method
+from mt_grpo.integrations.acting import accepted, as_method
 from mt_grpo.integrations.verl.base import on_own_loop, overridden, read_result, response_content
 from mt_grpo.integrations.verl.schemas import ToolResponse
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
@@ -93,13 +92,6 @@ def with_columns(kwargs: dict[str, Any], columns: dict[str, str], row: dict[str,
         if source != column and isinstance(values[name], str):
             values[name] = values[name].rpartition("####")[2].strip().replace(",", "")
     return {**values, **kwargs}
-
-
-def accepted(function: Callable, **offered: Any) -> dict[str, Any]:
-    """Those of the offered keyword arguments that a function takes, by their names or by **kwargs."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return {name: value for name, value in offered.items() if takes_all or name in parameters}
 
 
 class VerlEnvironment:
