@@ -1070,6 +1070,7 @@ def test_the_environment_of_a_command(monkeypatch):
     for name in (*of_users, "TORCHELASTIC_RUN_ID", "ANTHROPIC_MODEL"):
         monkeypatch.setenv(name, "mine")
     monkeypatch.setenv("no_proxy", "example.org")
+    asyncio.run(agent_server.AgentServer().start())  # clients that a function makes read it, too
     found = environment_of("http://127.0.0.1:1/v1", "key")
     assert {name for name in found if found[name] == "mine"} == {"ANTHROPIC_MODEL"}
     assert found["no_proxy"] == "127.0.0.1,example.org" and found["NO_PROXY"].startswith("127.0.0.1")

@@ -114,9 +114,11 @@ def test_what_the_api_says_of_an_answer():
             {"mcp_servers": [{"url": "http://x"}]},
             {"messages": [user("a"), assistant("b")]},
             {"tools": [{"name": "<|im_end|>", "input_schema": {}}]},
+            {"thread": {"type": "create"}},
         ):
-            with pytest.raises(anthropic.BadRequestError):
+            with pytest.raises(anthropic.BadRequestError) as refused:
                 await create(own, [user("a")], extra_body=change)
+        assert refused.value.body["error"]["details"]["error_code"] == "thread_unsupported_request"
 
     rollout, llm = run(agent, f"{THINKS}Now.\n{CALL}\n{CALL}", "1 2 3 4 5 6", "1 END STOP 2", "", "Done.", CALL)
     assert [block.type for block in said[0].content] == ["thinking", "text", "tool_use", "tool_use"]

@@ -643,8 +643,8 @@ def test_the_budget_ends_a_conversation():
 def test_rewards_read_the_thinking_that_the_prompt_opens(tmp_path):
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()
-    quiet = {"tokenizer": tokenizer, "chat_template_kwargs": {"enable_thinking": False}}
-    rollout, _ = run(Asks, "<answer>2</answer>", max_turns=1, **quiet)
+    off = {"enable_thinking": False}
+    rollout, _ = run(Asks, "<answer>2</answer>", max_turns=1, tokenizer=tokenizer, chat_template_kwargs=off)
     assert completions_of([rollout.environment]) == ["<think>\n\n</think>\n\n<answer>2</answer>"]
     assert as_reward("format", SimpleNamespace(), settings(tmp_path))(environments=[rollout.environment]) == [1.0]
 

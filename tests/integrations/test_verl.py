@@ -503,12 +503,10 @@ def test_what_no_tool_returns_is_an_error(tmp_path, returned):
 
 
 @pytest.mark.parametrize("returned, reward", [("'7', '7', {}", None), ("{'text': '7'}, 0.5, {}", 0.5)])
-def test_results_of_older_tools(tmp_path, returned, reward):
-    """The sandbox tool's reward is its result again. verl 0.5 documents a dict for text and images."""
+def test_a_result_whose_reward_is_text_and_a_dict_as_of_verl_0_5(tmp_path, returned, reward):
     counter(tmp_path, {**NEW, "RETURNED": returned})
     (rollout,), _ = count(tmp_path, [call("count"), ANSWER])
-    (result,) = rollout.turns[0].results
-    assert (result.text, result.error, result.reward) == ("7", None, reward)
+    assert [(each.text, each.error, each.reward) for each in rollout.turns[0].results] == [("7", None, reward)]
 
 
 @pytest.mark.contract("verl images")

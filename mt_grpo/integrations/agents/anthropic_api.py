@@ -255,4 +255,7 @@ def refusal(raised: ApiError) -> dict[str, Any]:
     """An error as the body of an answer."""
     kind = KINDS_OF_ERRORS.get(raised.status, "invalid_request_error")
     too_long = "prompt is too long: " if raised.code == "context_length_exceeded" else ""  # by which programs know it
-    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{raised}"}}
+    error = {"type": kind, "message": f"{too_long}{raised}"}
+    if raised.param == "thread":  # the client's tool runner then sends the whole history with each request
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": error}

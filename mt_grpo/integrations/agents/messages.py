@@ -25,6 +25,7 @@ NOT_SERVED = (
     "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "audio", "functions", "function_call",
     "web_search_options", "chat_template", "documents", "continue_final_message", "echo", "truncate_prompt_tokens",
     "add_special_tokens", "mm_processor_kwargs", "background", "conversation", "prompt", "mcp_servers", "container",
+    "thread", "compaction",
 )  # fmt: skip
 # Fields that change nothing, with the value for which nothing is logged. Sampling parameters are ignored silently.
 NOT_ENFORCED = {

@@ -138,8 +138,6 @@ def environment_of(address: str, key: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(OF_RANKS) and (name.endswith("_MODEL") or not name.startswith(OF_ANTHROPIC))
     }
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy of the machine must not stand between them
-        kept[name] = ",".join(filter(None, ("127.0.0.1", kept.get(name))))
     kept |= {"OPENAI_BASE_URL": address, "ANTHROPIC_BASE_URL": address.removesuffix("/v1")}
     return kept | {"OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
 

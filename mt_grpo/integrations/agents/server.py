@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,6 +48,9 @@ class AgentServer:
     async def start(self) -> None:
         """Listen on a free port of the loopback address."""
         allow_many_open_files()
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy of the machine must not stand between agents and this server
+            if "127.0.0.1" not in (hosts := os.environ.get(name, "")):
+                os.environ[name] = ",".join(filter(None, ("127.0.0.1", hosts)))
         app = web.Application(client_max_size=MAX_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
         # A request is cancelled with its client, so that an answer which nobody reads is known as such.
