@@ -23,7 +23,7 @@ CEILINGS = {
     "core": 12907,
     "core modules": 57,
     "modules that the script imports": 25,
-    "script and package": 20916,
+    "script and package": 20907,
     "scripts": 8430,
     "tools and rewards": 2780,
     "tests": 33950,

@@ -17,16 +17,7 @@ from transformers.utils import is_torchvision_available
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import digest_of_image
 from mt_grpo.images.messages import as_rgb, mark_of, marks_replaced, pictures_of
-from mt_grpo.images.pictures import (
-    KNOWN,
-    Picture,
-    has_pictures,
-    id_of_digest,
-    is_picture,
-    picture_of,
-    runs_of,
-    with_placeholders,
-)
+from mt_grpo.images.pictures import KNOWN, Picture, id_of_digest, is_picture, picture_of, runs_of, with_placeholders
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others start programs, as EPS does
 
@@ -160,7 +151,7 @@ class PictureTokens:
         ids = [ids] if isinstance(ids, int) else list(ids)
         if ids and not isinstance(ids[0], int):
             return [self.decode(each, *args, **kwargs) for each in ids]
-        if not has_pictures(ids):
+        if not any(map(is_picture, ids)):
             return super().decode(ids, *args, **kwargs)
         opening, _, closing = self.pictures.written.partition(self.pictures.token)
         text, after_image = "", False
